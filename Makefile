@@ -1,0 +1,45 @@
+# Every target works from a fresh clone with Python 3.11 and a C++ compiler; all else is installed here.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := zero_compile runtime bench examples tools tests setup.py
+TORCH ?= torch==2.13.0
+
+# One thread a rank, on the loopback device: the two-rank cluster of this Makefile.
+LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+TORCHRUN := $(LOCAL) $(BIN)/torchrun --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0
+
+.PHONY: demo test lint bench format clean install
+
+install: $(VENV)/.installed
+
+# torch first and alone: the extension is built against it, so pip must not bring another one.
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel numpy
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,lint,bench]" $(TORCH)
+	touch $@
+
+demo: install
+	$(TORCHRUN) examples/demo.py --time-budget 60 --output runs/demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/ruff format --check $(PACKAGES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp)
+
+format: install
+	$(BIN)/ruff check --fix $(PACKAGES)
+	$(BIN)/ruff format $(PACKAGES)
+	$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp)
+
+bench: install
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build runs *.egg-info runtime/zero_runtime/*.so

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace zero_native {
+
+// All sizes are in bytes.
+struct ArenaStats {
+  int64_t live = 0;            // requested by blocks now in use
+  int64_t peak = 0;            // largest `live` since the last reset
+  int64_t held = 0;            // obtained from the OS and not given back
+  int64_t os_allocations = 0;  // requests to the OS, ever
+  int64_t takes = 0;           // blocks handed out, ever
+};
+
+// A thread-safe cache of CPU blocks for buffers that come and go with every layer.
+//
+// A request is served by the smallest free block that is at most a quarter too large. Where there
+// is none, free blocks worth the request go back to the OS before new memory is asked for, so that
+// a change of sizes never adds the old blocks to the new ones.
+class Arena {
+ public:
+  // Never destroyed: tensors may outlive every static destructor.
+  static Arena& Global();
+
+  // Blocks are aligned to 64 bytes, from 1 MiB on to 4096. A request of 0 bytes gets a block too.
+  // Throws where nbytes is negative or the OS has no memory left.
+  void* Take(int64_t nbytes);
+  void Give(void* data) noexcept;
+
+  ArenaStats Stats();
+  void ResetPeak();
+  // Gives every free block back to the OS.
+  void Trim();
+
+ private:
+  struct Live {
+    size_t capacity;
+    int64_t requested;
+  };
+  struct Block {
+    void* data = nullptr;
+    size_t capacity = 0;
+  };
+  using FreeBlocks = std::multimap<size_t, void*>;
+
+  Block TakeFree(size_t wanted);
+  Block TakeNew(size_t wanted);
+  void Release(size_t at_least);
+  size_t ReleaseOne(FreeBlocks::iterator block);
+
+  std::mutex mutex_;
+  FreeBlocks free_;  // by capacity
+  std::unordered_map<void*, Live> live_;
+  ArenaStats stats_;
+};
+
+}  // namespace zero_native

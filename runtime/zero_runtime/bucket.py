@@ -1,0 +1,90 @@
+"""One bucket at run time: this rank's shard, and the transfers that gather and reduce it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime import native
+from zero_runtime.buffers import flat_buffer, in_memory_order
+from zero_runtime.collectives import Group, Transfer
+from zero_runtime.plan import BucketPlan, Slot
+
+
+class Flight(NamedTuple):
+    """A bucket on its way: the tensor it arrives in and the transfer to wait for."""
+
+    tensor: torch.Tensor
+    transfer: Transfer
+
+    def land(self) -> torch.Tensor:
+        """Wait, then the tensor."""
+        self.transfer.wait()
+        return self.tensor
+
+
+class Bucket:
+    """Owns this rank's part of every parameter in the bucket."""
+
+    def __init__(self, plan: BucketPlan, group: Group) -> None:
+        self.plan = plan
+        self.device = torch.device(plan.device)
+        self.group = group
+        self._transport = group.transport(self.device)
+        self._shard: torch.Tensor | None = None
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements, ``[chunk]`` of the storage dtype; zeros where nothing was stored.
+
+        Allocated at first use: a bucket is planned while tensors are fake.
+        """
+        if self._shard is None:
+            self._shard = torch.zeros(
+                self.plan.chunk, dtype=self.plan.torch_dtype, device=self.device
+            )
+        return self._shard
+
+    def store(self, slot: Slot, whole: torch.Tensor) -> None:
+        """Keep this rank's part of ``whole``, a tensor of the slot's logical shape."""
+        self.local(slot, self.shard).copy_(self.part_of(slot, whole))
+
+    def part_of(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of ``whole`` (of the slot's logical shape), flat."""
+        first = self.plan.chunk_range(self.group.rank).start - slot.offset
+        owned = self.plan.owned(slot, self.group.rank)
+        start = max(0, first)
+        return in_memory_order(whole, slot.stride)[start : start + len(owned)]
+
+    def local(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+        """The slot's part of ``flat`` ``[chunk]`` (the shard, or a gradient of it): a view, maybe empty."""
+        owned = self.plan.owned(slot, self.group.rank)
+        return flat[owned.start : owned.start + len(owned)]
+
+    def whole(self, slot: Slot, gathered: torch.Tensor) -> torch.Tensor:
+        """The slot's parameter as a view of ``gathered`` ``[padded]``."""
+        return gathered.as_strided(slot.shape, slot.stride, gathered.storage_offset() + slot.offset)
+
+    def start_gather(self, dtype: torch.dtype) -> Flight:
+        """Start gathering the bucket in ``dtype``; it arrives as ``[padded]``."""
+        if self.group.world_size == 1 and dtype is self.plan.torch_dtype:
+            return Flight(self.shard, self._transport.all_gather(self.shard, self.shard))
+        gathered = flat_buffer(self.plan.padded, dtype, self.device)
+        own = gathered.narrow(0, self.group.rank * self.plan.chunk, self.plan.chunk)
+        own.copy_(self.shard)
+        return Flight(gathered, self._transport.all_gather(gathered, own))
+
+    def start_reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> Flight:
+        """Start averaging whole ``gradients`` of ``slots``; this rank's part arrives as ``[chunk]``.
+
+        Elements of the bucket that no gradient covers count as zero.
+        """
+        shard = flat_buffer(self.plan.chunk, self.plan.torch_dtype, self.device)
+        solo = self.group.world_size == 1
+        packed = (
+            shard if solo else flat_buffer(self.plan.padded, self.plan.torch_dtype, self.device)
+        )
+        ordered = sorted(zip(slots, gradients, strict=True), key=lambda pair: pair[0].offset)
+        sources = [in_memory_order(gradient, slot.stride) for slot, gradient in ordered]
+        native.pack(sources, [slot.offset for slot, _ in ordered], packed)
+        return Flight(shard, self._transport.reduce_scatter(packed, shard))

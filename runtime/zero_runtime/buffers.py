@@ -1,0 +1,40 @@
+"""Memory for flat buckets: reused, not fresh, on the CPU; torch's caching allocator elsewhere."""
+
+import torch
+
+from zero_runtime import native
+
+
+def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised flat tensor ``[numel]``; its memory returns to a pool when it is freed."""
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    return native.take(numel * dtype.itemsize).view(dtype)
+
+
+def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` flattened in the order in which a tensor of ``stride`` lies in memory.
+
+    A view where ``tensor`` itself has that stride, else a copy.
+    """
+    order = sorted(range(tensor.dim()), key=lambda d: -stride[d])
+    return tensor.permute(order).reshape(-1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+def husk(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, stride, dtype and device that holds no memory."""
+    empty = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    empty.untyped_storage().resize_(0)
+    return empty

@@ -1,0 +1,197 @@
+"""Which collective carries a gather or a reduction: one small class a backend, one interface.
+
+Every transfer is started and finished later; start order is the plan's, on every rank.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from zero_runtime import compat, native
+from zero_runtime.errors import GroupError
+
+#: Point-to-point messages of ours carry this tag, so that a user's own never match them.
+_TAG = 0x5A33
+
+
+class Transfer(Protocol):
+    """Something in flight."""
+
+    def wait(self) -> None:
+        """Return once the destination may be read on the current stream."""
+
+
+class Transport(Protocol):
+    """Moves flat buckets between the ranks of one group."""
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
+        """Start filling ``gathered`` ``[world * chunk]``; ``own`` is this rank's part of it, filled already."""
+
+    def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Start averaging every rank's ``packed`` ``[world * chunk]``; this rank's part lands in ``shard``."""
+
+
+class Done:
+    """A transfer that needed no time."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class _PeerToPeer:
+    """Messages in flight, and what is left to do once they have arrived."""
+
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class _PeerReduction(_PeerToPeer):
+    """Also holds what it sends, which must outlive the messages."""
+
+    packed: torch.Tensor = field(kw_only=True)
+    received: torch.Tensor = field(kw_only=True)
+    shard: torch.Tensor = field(kw_only=True)
+
+    def wait(self) -> None:
+        super().wait()
+        if self.shard.numel():
+            ranks = self.received.numel() // self.shard.numel()
+            native.sum_chunks(self.received, 1.0 / ranks, self.shard)
+
+
+@dataclass(frozen=True)
+class GlooTransport:
+    """Gloo's own gather and reduce-scatter send more, or copy more, than is needed.
+
+    Measured on two local ranks (ms at 16 MB): all_gather 13 against 6 for direct messages into
+    place; reduce_scatter, which gloo emulates by an all_reduce, 25 against 12.
+    """
+
+    group: dist.ProcessGroup
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
+        parts = gathered.chunk(self.group.size())
+        transfer = _PeerToPeer()
+        for to, source in _ring(self.group):
+            transfer.works += self._receive(parts[source], source)
+            transfer.works += self._send(own, to)
+        return transfer
+
+    def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        received = native.take(packed.nbytes).view(packed.dtype)
+        outgoing, incoming = packed.chunk(self.group.size()), received.chunk(self.group.size())
+        transfer = _PeerReduction(packed=packed, received=received, shard=shard)
+        for to, source in _ring(self.group):
+            transfer.works += self._receive(incoming[source], source)
+            transfer.works += self._send(outgoing[to], to)
+        incoming[self.group.rank()].copy_(outgoing[self.group.rank()])
+        return transfer
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> list[dist.Work]:
+        work = dist.isend(tensor, group=self.group, group_dst=rank, tag=_TAG)
+        return [work] if work is not None else []
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> list[dist.Work]:
+        work = dist.irecv(tensor, group=self.group, group_src=rank, tag=_TAG)
+        return [work] if work is not None else []
+
+
+@dataclass(frozen=True)
+class NativeTransport:
+    """A backend whose own collectives are good (NCCL), or that only pretends to have any (fake)."""
+
+    group: dist.ProcessGroup
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
+        work: Transfer = compat.all_gather_single(gathered, own, group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        work: Transfer = compat.reduce_scatter_single(
+            shard, packed, op=dist.ReduceOp.AVG, group=self.group, async_op=True
+        )
+        return work
+
+
+@dataclass(frozen=True)
+class SoloTransport:
+    """One rank: its shard is the whole bucket."""
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
+        return Done()
+
+    def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        if packed is not shard:
+            shard.copy_(packed)
+        return Done()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a model's state, and how bytes move between them."""
+
+    process_group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+
+    def transport(self, device: torch.device) -> Transport:
+        """What serves tensors of ``device`` best."""
+        if self.process_group is None or self.world_size == 1:
+            return SoloTransport()
+        if compat.backend_name(self.process_group, device) == "gloo":
+            return GlooTransport(self.process_group)
+        return NativeTransport(self.process_group)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of ``value`` over the ranks, in place and returned."""
+        return self._all_reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: torch.Tensor) -> torch.Tensor:
+        """The maximum of ``value`` over the ranks, in place and returned."""
+        return self._all_reduce(value, dist.ReduceOp.MAX)
+
+    def min(self, value: torch.Tensor) -> torch.Tensor:
+        """The minimum of ``value`` over the ranks, in place and returned."""
+        return self._all_reduce(value, dist.ReduceOp.MIN)
+
+    def _all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.process_group is not None:
+            dist.all_reduce(value, op=op, group=self.process_group)
+        return value
+
+
+def current_group() -> Group:
+    """The default process group, or one rank alone where the script is not distributed.
+
+    Raises:
+        GroupError: torchrun started several ranks and no process group was initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        _refuse_uninitialised()
+        return Group(None, 0, 1)
+    process_group = dist.group.WORLD
+    assert process_group is not None
+    return Group(process_group, process_group.rank(), process_group.size())
+
+
+def _refuse_uninitialised() -> None:
+    ranks = compat.launched_world_size()
+    if ranks > 1:
+        raise GroupError(
+            f"WORLD_SIZE is {ranks} but torch.distributed is not initialised, so there is nobody to "
+            "share the model with. Call torch.distributed.init_process_group() before the model's "
+            "first forward, or start the script without torchrun to train on one process."
+        )
+
+
+def _ring(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Peers in the order that keeps every link busy once: (send to, receive from)."""
+    rank, size = group.rank(), group.size()
+    return [((rank + hop) % size, (rank - hop) % size) for hop in range(1, size)]

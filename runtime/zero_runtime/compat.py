@@ -1,0 +1,111 @@
+"""Every name of torch that is private, or that differs between the versions supported (2.11 to 2.14)."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import (
+    min_cut_rematerialization_partition as min_cut_rematerialization_partition,
+)
+from torch._guards import CompileContext, TracingContext
+from torch._inductor import compile_fx as inductor
+from torch._inductor import lowering
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.utils import BoxedBool
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
+
+#: First and last supported minor version of torch.
+SUPPORTED = ((2, 11), (2, 14))
+
+MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
+
+_aten = torch.ops.aten
+_LIBRARY_CALLS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+}
+
+
+def is_compiling() -> bool:
+    """Whether this thread is inside Dynamo, AOTAutograd or Inductor."""
+    return CompileContext.try_get() is not None or TracingContext.try_get() is not None
+
+
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries tensors of ``device`` in this group: ``gloo``, ``nccl``, ``fake``."""
+    return str(process_group._get_backend(device).name()).lower()
+
+
+def default_store() -> Any:
+    """The key-value store behind the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+_collectives: Any = dist
+all_gather_single: Callable[..., Any] = getattr(
+    _collectives, "all_gather_single", _collectives.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = getattr(
+    _collectives, "reduce_scatter_single", _collectives.reduce_scatter_tensor
+)
+
+torch_version: tuple[int, ...] = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def launched_world_size() -> int:
+    """How many ranks a launcher such as torchrun says there are; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> Any:
+    """The fake tensor mode of the graph's values; a fresh one for a graph without any."""
+    values = (v for node in graph.nodes for v in _flat(node.meta.get("val")))
+    return (
+        next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    )
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def realizes_inputs(target: object) -> bool:
+    """Whether Inductor puts the inputs of this operator into memory before it runs."""
+    return target in lowering.needs_realized_inputs or is_kernel(target)
+
+
+def is_kernel(target: object) -> bool:
+    """Whether Inductor runs this operator as a kernel of its own, unfused: matmuls, fallbacks."""
+    return (
+        target in lowering.fallbacks or target in _LIBRARY_CALLS or target not in lowering.lowerings
+    )
+
+
+def compile_fx(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    """Inductor, without AOTAutograd's cache: a hit there would skip the passes and the partition."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        return inductor.compile_fx(gm, inputs, **kwargs)
+
+
+def compile_fx_inner(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    """Inductor's compilation of one forward, backward or inference graph."""
+    return inductor.compile_fx_inner(gm, inputs, **kwargs)
+
+
+def without_cudagraphs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Collectives on a schedule cannot be replayed from a CUDA graph."""
+    return {**kwargs, "cudagraphs": BoxedBool(False)}
+
+
+def mode_patches(mode: str | None) -> dict[str, Any]:
+    """Inductor's config for ``torch.compile(mode=...)``."""
+    return dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}

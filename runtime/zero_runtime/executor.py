@@ -1,0 +1,138 @@
+"""Runs one compiled graph by its plan: starts, waits and releases in the planned order, counted in bytes."""
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.errors import PlanError
+from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.plan import Plan, StepKind
+from zero_runtime.session import Session
+
+#: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
+#: graphs, so that equal graphs share compiled code.
+_current: ContextVar["Executor"] = ContextVar("zero_executor")
+
+
+def current() -> "Executor":
+    """The executor of the running graph.
+
+    Raises:
+        PlanError: called outside a graph compiled by a zero backend.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise PlanError(
+            "a zero3 operator ran outside a graph that a zero backend compiled"
+        ) from None
+
+
+class Executor:
+    """A compiled graph as AOTAutograd calls it: a list of arguments in, a list of outputs out.
+
+    ``buckets`` are the plan's, in its order. ``gradients`` says which outputs of a backward graph
+    are reduced buckets, and for which parameter: those leave as :class:`ShardedGradient`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        plan: Plan,
+        buckets: Sequence[Bucket],
+        compiled: Any,
+        gradients: Mapping[int, Place],
+    ) -> None:
+        self._boxed_call = True  # in the instance's dict: torch copies that to its wrappers
+        self.session = session
+        self.plan = plan
+        self._buckets = tuple(buckets)
+        self._compiled = compiled
+        self._gradients = gradients
+        self._expected = [(step.kind, step.bucket) for step in plan.steps]
+        self._cursor = 0
+        self._flights: dict[int, Flight] = {}
+        self._gathered = 0
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        self.session.end_step()
+        self._cursor, self._gathered = 0, 0
+        token = _current.set(self)
+        try:
+            outputs = self._compiled(args)
+            self._finish()
+        finally:
+            _current.reset(token)
+            self._abandon()
+        return self._with_gradients(outputs) if self._gradients else outputs
+
+    # -------------------------------------------------------------- the steps
+
+    def start_gather(self, bucket: int, dtype: torch.dtype) -> None:
+        """Start filling a buffer with the bucket, in ``dtype``."""
+        self._advance(StepKind.ALL_GATHER_START, bucket)
+        self._flights[bucket] = self._buckets[bucket].start_gather(dtype)
+        self._gathered += self._buckets[bucket].plan.gathered_bytes(dtype)
+        self.session.gathered_peak = max(self.session.gathered_peak, self._gathered)
+
+    def finish_gather(self, bucket: int) -> torch.Tensor:
+        """The gathered bucket, flat, once it has arrived."""
+        self._advance(StepKind.ALL_GATHER_WAIT, bucket)
+        return self._flights.pop(bucket).land()
+
+    def release(self, bucket: int, dtype: torch.dtype) -> None:
+        """Count the bucket's buffer as free; its memory returns when the graph drops it, which is next."""
+        self._advance(StepKind.RELEASE, bucket)
+        self._gathered -= self._buckets[bucket].plan.gathered_bytes(dtype)
+
+    def start_reduce(
+        self, bucket: int, slots: Sequence[int], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Start averaging whole gradients of some of the bucket's slots."""
+        self._advance(StepKind.REDUCE_SCATTER_START, bucket)
+        places = self._buckets[bucket].plan.slots
+        self._flights[bucket] = self._buckets[bucket].start_reduce(
+            [places[i] for i in slots], gradients
+        )
+
+    def finish_reduce(self, bucket: int) -> torch.Tensor:
+        """This rank's part of the averaged bucket, flat, once it is complete."""
+        self._advance(StepKind.REDUCE_SCATTER_WAIT, bucket)
+        return self._flights.pop(bucket).land()
+
+    # -------------------------------------------------------------- order
+
+    def _advance(self, kind: StepKind, bucket: int) -> None:
+        planned = self._expected[self._cursor] if self._cursor < len(self._expected) else None
+        if planned != (kind, bucket):
+            raise PlanError(
+                f"{self.plan.name}: step {self._cursor} was planned as {_say(planned)} and ran as "
+                f"{_say((kind, bucket))}. The compiled code left the planned order; please report it."
+            )
+        self._cursor += 1
+
+    def _finish(self) -> None:
+        if self._cursor != len(self._expected):
+            raise PlanError(
+                f"{self.plan.name}: {self._cursor} of {len(self._expected)} planned steps ran; next "
+                f"would have been {_say(self._expected[self._cursor])}."
+            )
+
+    def _abandon(self) -> None:
+        """After a failure, keep what is in flight alive: its memory may still be written to."""
+        self.session.abandoned.extend(self._flights.values())
+        self._flights.clear()
+
+    def _with_gradients(self, outputs: Sequence[Any]) -> list[Any]:
+        result = list(outputs)
+        for position, place in self._gradients.items():
+            local = place.bucket.local(place.slot, result[position])
+            result[position] = ShardedGradient(local, place)
+        return result
+
+
+def _say(step: tuple[StepKind, int] | None) -> str:
+    return f"{step[0]} of bucket {step[1]}" if step else "the end"

@@ -1,0 +1,366 @@
+"""A gradient that is partitioned like its parameter, and looks whole to stock PyTorch.
+
+``p.grad`` after backward is a :class:`ShardedGradient`: logical shape, this rank's elements.
+Elementwise operations work on those elements alone; norms and sums are completed over the ranks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from zero_runtime.bucket import Bucket
+from zero_runtime.collectives import Group
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.plan import Slot
+
+aten = torch.ops.aten
+
+
+class Place(NamedTuple):
+    """Which elements of which bucket a sharded tensor stands for."""
+
+    bucket: Bucket
+    slot: Slot
+
+    @property
+    def group(self) -> Group:
+        """The ranks the elements are spread over."""
+        return self.bucket.group
+
+
+class ShardedGradient(torch.Tensor):
+    """This rank's part of a gradient. ``shape`` is the whole parameter's; ``local`` ``[n]`` is flat."""
+
+    local: torch.Tensor
+    place: Place
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, place: Place) -> "ShardedGradient":
+        wrapper: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            place.slot.shape,
+            strides=place.slot.stride,
+            dtype=local.dtype,
+            device=local.device,
+        )
+        wrapper.local = local
+        wrapper.place = place
+        return wrapper
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        slot = self.place.slot
+        return (
+            f"ShardedGradient({slot.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"{self.local.numel()} of {slot.numel} elements on rank {self.place.group.rank})"
+        )
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole gradient, a plain tensor of the logical shape. Collective: call it on every rank."""
+        bucket, slot = self.place
+        group = bucket.group
+        padded = self.local.new_zeros(bucket.plan.padded)
+        chunk = bucket.plan.chunk_range(group.rank)
+        bucket.local(slot, padded[chunk.start : chunk.stop]).copy_(self.local)
+        return bucket.whole(slot, group.sum(padded)).clone()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func) or _handler_by_kind(func)
+        if handler is None:
+            raise UnsupportedError(_explain(func))
+        return handler(func, args, kwargs)
+
+
+class PendingNorm(torch.Tensor):
+    """Norms of gradients before they are completed over the ranks.
+
+    ``clip_grad_norm_`` takes one norm a parameter, stacks them and takes the norm of the stack.
+    Held back until then, all of it costs one collective. ``powers`` holds this rank's share:
+    sums of ``|x|**order`` (for infinite orders the extreme itself).
+    """
+
+    powers: torch.Tensor
+    order: float
+    group: Group
+
+    @staticmethod
+    def __new__(cls, powers: torch.Tensor, order: float, group: Group) -> "PendingNorm":
+        wrapper: PendingNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, powers.shape, dtype=powers.dtype, device=powers.device
+        )
+        wrapper.powers, wrapper.order, wrapper.group = powers, order, group
+        return wrapper
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PendingNorm(order={self.order}, shape={tuple(self.shape)})"
+
+    def complete(self) -> torch.Tensor:
+        """The norms over all ranks, a plain tensor. Collective."""
+        return _root(_over_ranks(self.powers.clone(), self.order, self.group), self.order)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.stack.default and _alike(args[0]):
+            first: PendingNorm = args[0][0]
+            return PendingNorm(torch.stack([n.powers for n in args[0]]), first.order, first.group)
+        if func is aten.linalg_vector_norm.default and _same_order(args):
+            norms: PendingNorm = args[0]
+            powers = norms.powers.amax() if math.isinf(norms.order) else norms.powers.sum()
+            return PendingNorm(powers, norms.order, norms.group).complete()
+        if func is aten.detach.default or (
+            func is aten._to_copy.default and not _changes(args[0], kwargs)
+        ):
+            return args[0]
+        complete = lambda x: x.complete() if isinstance(x, PendingNorm) else x  # noqa: E731
+        return func(*tree_map(complete, args), **tree_map(complete, kwargs))
+
+
+def _alike(norms: Sequence[Any]) -> bool:
+    return all(isinstance(n, PendingNorm) and n.order == norms[0].order for n in norms)
+
+
+def _same_order(args: Sequence[Any]) -> bool:
+    order = args[1] if len(args) > 1 else 2.0
+    return isinstance(args[0], PendingNorm) and len(args) <= 2 and float(order) == args[0].order
+
+
+def _changes(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    return (dtype not in (None, tensor.dtype)) or (
+        device is not None and torch.device(device) != tensor.device
+    )
+
+
+# ------------------------------------------------------------------------------ elementwise
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same operation on this rank's elements; whole tensors among the operands are cut to them."""
+    place = _place_of(func, [args, kwargs])
+    cut = lambda x: _cut(func, x, place)  # noqa: E731
+    result = func(*tree_map(cut, args), **tree_map(cut, kwargs))
+    if _is_in_place(func):
+        return args[0]
+    wrap = lambda x: ShardedGradient(x, place) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    return tree_map(wrap, result)
+
+
+def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A ``_foreach_*`` operation: elementwise over lists, each member with its own place."""
+    gradients = next(a for a in args if isinstance(a, list | tuple))
+    if not all(isinstance(g, ShardedGradient) for g in gradients):
+        raise UnsupportedError(
+            f"{func} mixes partitioned gradients with plain tensors in one list."
+        )
+    locals_ = tree_map(lambda x: x.local if isinstance(x, ShardedGradient) else x, (args, kwargs))
+    result = func(*locals_[0], **locals_[1])
+    if result is None or _is_in_place(func):
+        return None
+    return [ShardedGradient(r, g.place) for r, g in zip(result, gradients, strict=True)]
+
+
+def _place_of(func: Any, operands: Any) -> Place:
+    places = [x.place for x in _leaves(operands) if isinstance(x, ShardedGradient)]
+    if any(p.slot is not places[0].slot for p in places):
+        names = sorted({p.slot.name for p in places})
+        raise UnsupportedError(
+            f"{func} combines gradients of different parameters ({', '.join(names)}), which are "
+            "partitioned differently. Call .full_tensor() on each first, on every rank."
+        )
+    return places[0]
+
+
+def _cut(func: Any, operand: Any, place: Place) -> Any:
+    if isinstance(operand, ShardedGradient):
+        return operand.local
+    if not isinstance(operand, torch.Tensor) or operand.numel() == 1:
+        return operand
+    if tuple(operand.shape) != place.slot.shape:
+        raise UnsupportedError(
+            f"{func} broadcasts a tensor of shape {tuple(operand.shape)} against the partitioned "
+            f"gradient of {place.slot.name} {place.slot.shape}. Expand it first, or call .full_tensor()."
+        )
+    return place.bucket.part_of(place.slot, operand)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def _is_in_place(func: Any) -> bool:
+    first = func._schema.arguments[0].alias_info
+    return first is not None and first.is_write
+
+
+# ------------------------------------------------------------------------------ reductions
+
+
+def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    gradient: ShardedGradient = args[0]
+    order = float(args[1]) if len(args) > 1 else 2.0
+    _whole_only(func, args[2:3])
+    local = gradient.local if kwargs.get("dtype") is None else gradient.local.to(kwargs["dtype"])
+    return PendingNorm(_powers(local, order), order, gradient.place.group)
+
+
+def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    gradient: ShardedGradient = args[0]
+    order = 2.0 if len(args) < 2 or args[1] is None else float(args[1])
+    _whole_only(func, args[2:3])
+    return PendingNorm(_powers(gradient.local, order), order, gradient.place.group).complete()
+
+
+def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = float(args[1]) if len(args) > 1 else 2.0
+    return [_vector_norm(aten.linalg_vector_norm.default, (g, order), kwargs) for g in args[0]]
+
+
+def _powers(local: torch.Tensor, order: float) -> torch.Tensor:
+    if math.isinf(order):
+        if local.numel() == 0:
+            return local.new_full((), 0.0 if order > 0 else math.inf)
+        return local.abs().amax() if order > 0 else local.abs().amin()
+    if order == 0:
+        return (local != 0).sum().to(local.dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order)
+    return norm if order == 1 else norm.pow(order)
+
+
+def _over_ranks(powers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
+    if math.isinf(order):
+        return group.max(powers) if order > 0 else group.min(powers)
+    return group.sum(powers)
+
+
+def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
+    if math.isinf(order) or order in (0.0, 1.0):
+        return powers
+    return powers.pow(1.0 / order)
+
+
+def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    _whole_only(func, args[1:2])
+    gradient: ShardedGradient = args[0]
+    return gradient.place.group.sum(func(gradient.local, **kwargs))
+
+
+def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    _whole_only(func, args[1:2])
+    return _sum(aten.sum.default, args[:1], kwargs) / args[0].numel()
+
+
+def _extreme(
+    complete: Callable[[Group, torch.Tensor], torch.Tensor], empty: float
+) -> Callable[[Any, Sequence[Any], dict[str, Any]], torch.Tensor]:
+    def reduce(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        local = args[0].local
+        value = func(local, **kwargs) if local.numel() else local.new_full((), empty)
+        return complete(args[0].place.group, value)
+
+    return reduce
+
+
+def _dot(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    place = _place_of(func, args)
+    a, b = (_cut(func, x, place) for x in args)
+    return place.group.sum((a * b).sum())
+
+
+def _any(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    gradient: ShardedGradient = args[0]
+    return gradient.place.group.max(gradient.local.any().to(torch.int32)).bool()
+
+
+def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    gradient: ShardedGradient = args[0]
+    return gradient.place.group.min(gradient.local.all().to(torch.int32)).bool()
+
+
+def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """GradScaler's check: what one rank finds infinite, all must skip."""
+    gradients, found, scale = args
+    func([g.local for g in gradients], found, scale)
+    gradients[0].place.group.max(found)
+
+
+def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
+    return ShardedGradient(args[0].local, args[0].place)
+
+
+def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    place = _place_of(func, args)
+    a, b = (_cut(func, x, place) for x in args)
+    same = torch.tensor(int(torch.equal(a, b)), dtype=torch.int32, device=a.device)
+    return bool(place.group.min(same))
+
+
+def _whole_only(func: Any, dims: Sequence[Any]) -> None:
+    if any(d not in (None, [], ()) for d in dims):
+        raise UnsupportedError(f"{func} over some dimensions of a partitioned gradient. {_ADVICE}")
+
+
+# ------------------------------------------------------------------------------ the table
+
+_ADVICE = (
+    "Call p.grad.full_tensor() on every rank for the whole gradient, or work on p.grad.local, "
+    "this rank's elements."
+)
+
+_HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
+    aten.detach.default: _same_tensor,
+    aten.alias.default: _same_tensor,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.max.default: _extreme(Group.max, -math.inf),
+    aten.amax.default: _extreme(Group.max, -math.inf),
+    aten.min.default: _extreme(Group.min, math.inf),
+    aten.amin.default: _extreme(Group.min, math.inf),
+    aten.dot.default: _dot,
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.equal.default: _equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+
+_ELEMENTWISE = {
+    aten.clone.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.nan_to_num_.default,
+}
+
+
+def _handler_by_kind(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
+    if func in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return _elementwise
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _foreach
+    return None
+
+
+def _explain(func: Any) -> str:
+    return f"{func} is not supported on a partitioned gradient. {_ADVICE}"

@@ -1,0 +1,189 @@
+"""The operators that stand in compiled graphs.
+
+Two are logical and exist only between capture and lowering (``gather``, ``reduce``); the others
+are the schedule's nodes and call the running graph's executor. How their order is pinned: every
+starting or releasing operator *mutates* the graph's channel tensor and every wait *reads* it, so
+any compiler that respects mutation keeps them in sequence; ``release`` also mutates the gathered
+buffer, so every reader comes before it. ``all_gather_wait`` returns a view of its ticket: a
+compiler that tracks aliases then never reuses the gathered memory for something else, and drops
+it right after the release.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime import executor
+
+_LIBRARY = torch.library.Library("zero3", "DEF")
+_LIBRARY.define("gather(Tensor parameter, int index, ScalarType? dtype=None) -> Tensor")
+_LIBRARY.define("reduce(Tensor gradient, int index) -> Tensor")
+_LIBRARY.define("channel() -> Tensor")
+_LIBRARY.define("all_gather_start(Tensor(a!) channel, int bucket, ScalarType dtype) -> Tensor")
+_LIBRARY.define(
+    "all_gather_wait(Tensor(a) ticket, Tensor channel, int bucket, int numel, ScalarType dtype, "
+    "Device device) -> Tensor(a)"
+)
+_LIBRARY.define(
+    "release(Tensor(a!) gathered, Tensor(b!) channel, int bucket, ScalarType dtype) -> ()"
+)
+_LIBRARY.define("keep(Tensor gathered) -> Tensor")
+_LIBRARY.define(
+    "reduce_scatter_start(Tensor[] gradients, Tensor(a!) channel, int bucket, int[] slots) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIBRARY.define(
+    "reduce_scatter_wait(Tensor(a) ticket, Tensor channel, int bucket, int numel, ScalarType dtype, "
+    "Device device) -> Tensor(a)"
+)
+
+gather = torch.ops.zero3.gather.default
+reduce = torch.ops.zero3.reduce.default
+channel = torch.ops.zero3.channel.default
+all_gather_start = torch.ops.zero3.all_gather_start.default
+all_gather_wait = torch.ops.zero3.all_gather_wait.default
+release = torch.ops.zero3.release.default
+keep = torch.ops.zero3.keep.default
+reduce_scatter_start = torch.ops.zero3.reduce_scatter_start.default
+reduce_scatter_wait = torch.ops.zero3.reduce_scatter_wait.default
+
+#: The schedule's operators that use a collective's channel or end a buffer's life, by graph target.
+SCHEDULED = (all_gather_start, all_gather_wait, release, reduce_scatter_start, reduce_scatter_wait)
+
+
+def _ticket() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+# ------------------------------------------------------------------------------ at run time
+
+
+def _channel() -> torch.Tensor:
+    return _ticket()
+
+
+def _all_gather_start(channel: torch.Tensor, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    executor.current().start_gather(bucket, dtype)
+    return _ticket()
+
+
+def _all_gather_wait(
+    ticket: torch.Tensor, channel: torch.Tensor, bucket: int, numel: int, dtype: Any, device: Any
+) -> torch.Tensor:
+    return executor.current().finish_gather(bucket)
+
+
+def _release(
+    gathered: torch.Tensor, channel: torch.Tensor, bucket: int, dtype: torch.dtype
+) -> None:
+    executor.current().release(bucket, dtype)
+
+
+def _keep(gathered: torch.Tensor) -> torch.Tensor:
+    return gathered.clone(memory_format=torch.preserve_format)
+
+
+def _reduce_scatter_start(
+    gradients: Sequence[torch.Tensor], channel: torch.Tensor, bucket: int, slots: Sequence[int]
+) -> torch.Tensor:
+    executor.current().start_reduce(bucket, slots, gradients)
+    return _ticket()
+
+
+def _reduce_scatter_wait(
+    ticket: torch.Tensor, channel: torch.Tensor, bucket: int, numel: int, dtype: Any, device: Any
+) -> torch.Tensor:
+    return executor.current().finish_reduce(bucket)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "channel": _channel,
+    "all_gather_start": _all_gather_start,
+    "all_gather_wait": _all_gather_wait,
+    "release": _release,
+    "keep": _keep,
+    "reduce_scatter_start": _reduce_scatter_start,
+    "reduce_scatter_wait": _reduce_scatter_wait,
+}
+for _name, _function in _KERNELS.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+# ------------------------------------------------------------------------------ while tracing
+
+
+def _fake_gather(
+    parameter: torch.Tensor, index: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device=parameter.device
+    )
+
+
+def _fake_reduce(gradient: torch.Tensor, index: int) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+def _fake_channel() -> torch.Tensor:
+    return _ticket()
+
+
+def _fake_all_gather_start(channel: torch.Tensor, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    return _ticket()
+
+
+def _fake_all_gather_wait(
+    ticket: torch.Tensor, channel: Any, bucket: int, numel: int, dtype: Any, device: Any
+) -> Any:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _fake_release(
+    gathered: torch.Tensor, channel: torch.Tensor, bucket: int, dtype: torch.dtype
+) -> None:
+    pass
+
+
+def _fake_keep(gathered: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gathered)
+
+
+def _fake_reduce_scatter_start(
+    gradients: Any, channel: Any, bucket: int, slots: Any
+) -> torch.Tensor:
+    return _ticket()
+
+
+def _fake_reduce_scatter_wait(
+    ticket: torch.Tensor, channel: Any, bucket: int, numel: int, dtype: Any, device: Any
+) -> Any:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "gather": _fake_gather,
+    "reduce": _fake_reduce,
+    "channel": _fake_channel,
+    "all_gather_start": _fake_all_gather_start,
+    "all_gather_wait": _fake_all_gather_wait,
+    "release": _fake_release,
+    "keep": _fake_keep,
+    "reduce_scatter_start": _fake_reduce_scatter_start,
+    "reduce_scatter_wait": _fake_reduce_scatter_wait,
+}
+for _name, _function in _FAKES.items():
+    torch.library.register_fake(f"zero3::{_name}", _function, lib=_LIBRARY)
+
+
+def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.index = inputs[1]
+
+
+def _reduce_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return reduce(gradient, ctx.index), None, None
+
+
+torch.library.register_autograd(
+    "zero3::gather", _reduce_gradient, setup_context=_remember_index, lib=_LIBRARY
+)

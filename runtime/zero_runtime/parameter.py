@@ -1,0 +1,196 @@
+"""What a partitioned ``nn.Parameter`` is to eager code: itself for metadata, gathered for everything else.
+
+Partitioning changes a parameter's class, nothing more: identity, shape, dtype and place in the
+model stay. The class carries the session, so no attribute is hung on the parameter.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zero_runtime import compat
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.gradient import ShardedGradient
+
+if TYPE_CHECKING:
+    from zero_runtime.session import Session
+
+
+class _EagerAccess:
+    """``__torch_function__`` that is inert while a graph is compiled.
+
+    Dynamo must see a plain parameter, also where it restarts its analysis after the class has
+    changed. A descriptor in the class, because torch looks the hook up on the instance.
+    """
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if compat.is_compiling():
+            return torch._C._disabled_torch_function_impl
+        return _for_one_operation
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose elements are spread over the ranks. Made by the session, never directly."""
+
+    session: ClassVar["Session"]
+
+    __torch_function__: Any = _EagerAccess()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.session.gather_whole(self), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = nn.Parameter(self.session.gather_whole(self), self.requires_grad)
+        return whole.__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        slot = self.session.entry(self).place.slot
+        return (
+            f"Parameter({slot.name}, shape={slot.shape}, dtype={self.dtype}, partitioned over "
+            f"{self.session.group.world_size} ranks, requires_grad={self.requires_grad})"
+        )
+
+
+def class_for(session: "Session") -> type[ShardedParameter]:
+    """The class of this session's partitioned parameters."""
+    return type("ShardedParameter", (ShardedParameter,), {"session": session})
+
+
+class _GatherOnce(torch.autograd.Function):
+    """Gather one parameter outside a compiled graph; its gradient is averaged and partitioned."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.place = parameter.session.entry(parameter).place
+        return parameter.session.gather_whole(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> ShardedGradient:
+        (gradient,) = gradients
+        bucket, slot = ctx.place
+        shard = bucket.start_reduce([slot], [gradient]).land()
+        return ShardedGradient(bucket.local(slot, shard), ctx.place)
+
+
+def _for_one_operation(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    kwargs = kwargs or {}
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is _DATA_GET:
+        raise UnsupportedError(_DATA_ADVICE)
+    if func is _DATA_SET or _writes_first(func):
+        return _write(func, args, kwargs)
+    _warn_once_per_place(func)
+    gathered = pytree.tree_map(_gathered, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*gathered[0], **gathered[1])
+
+
+def _gathered(value: Any) -> Any:
+    gather: Callable[..., Any] = _GatherOnce.apply
+    return gather(value) if isinstance(value, ShardedParameter) else value
+
+
+def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """An in-place operation: done on the whole parameter, of which each rank keeps its part."""
+    target, *others = args
+    if not isinstance(target, ShardedParameter):
+        gathered = pytree.tree_map(_gathered, (tuple(args), kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*gathered[0], **gathered[1])
+    if torch.is_grad_enabled() and target.requires_grad and func is not _DATA_SET:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation. "
+            "Put it under torch.no_grad()."
+        )
+    with torch.no_grad():
+        whole = target.session.gather_whole(target)
+        operands = pytree.tree_map(_gathered, (tuple(others), kwargs))
+        apply = torch.Tensor.copy_ if func is _DATA_SET else func
+        with torch._C.DisableTorchFunctionSubclass():
+            apply(whole, *operands[0], **operands[1])
+        target.session.store_whole(target, whole)
+    return target
+
+
+def _writes_first(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "set_") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _warn_once_per_place(func: Callable[..., Any]) -> None:
+    """Python's own filter keeps one warning a place; the place is the user's line, not torch's."""
+    frame, level = _user_frame(sys._getframe(1))
+    name = getattr(func, "__name__", str(func))
+    warnings.warn_explicit(
+        f"{name} uses a partitioned parameter outside the compiled graph: it is gathered for this "
+        "one operation, on every rank. Move the operation under torch.compile to make it cheap.",
+        UserWarning,
+        frame.f_code.co_filename if frame else "<unknown>",
+        level,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}) if frame else None,
+    )
+
+
+def _user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if (
+            not module.startswith(("torch.", "zero_runtime.", "zero_compile."))
+            and module != "torch"
+        ):
+            return frame, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+_DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_ADVICE = (
+    "parameter.data of a partitioned parameter would be a copy: what is written to it would be lost. "
+    "Read with parameter.detach(); write in place under torch.no_grad(): parameter.copy_(value)."
+)
+
+
+def _metadata() -> set[Any]:
+    """What is true of the parameter without its elements."""
+    getters = "shape dtype device layout requires_grad grad grad_fn is_leaf ndim is_cuda is_cpu is_sparse "
+    getters += "is_quantized is_meta is_nested names output_nr retains_grad _version _base itemsize nbytes "
+    getters += (
+        "is_mkldnn is_mps is_xpu is_complex _backward_hooks _post_accumulate_grad_hooks grad_dtype"
+    )
+    setters = "requires_grad grad _backward_hooks _post_accumulate_grad_hooks grad_dtype"
+    methods = (
+        "size stride numel dim ndimension nelement element_size is_contiguous is_floating_point "
+    )
+    methods += (
+        "is_complex is_signed get_device storage_offset untyped_storage type __hash__ __len__ "
+    )
+    methods += "requires_grad_ register_hook register_post_accumulate_grad_hook data_ptr is_shared is_inference "
+    methods += "_is_view is_pinned retain_grad is_conj is_neg _use_count has_names backward __dir__"
+    tensor = torch.Tensor
+    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor}
+    found |= {getattr(tensor, n).__get__ for n in getters.split() if _is_property(n)}
+    found |= {getattr(tensor, n).__set__ for n in setters.split() if _is_property(n)}
+    found |= {getattr(tensor, n).__delete__ for n in ("grad",)}
+    return found | {getattr(tensor, n) for n in methods.split() if hasattr(tensor, n)}
+
+
+def _is_property(name: str) -> bool:
+    return hasattr(getattr(torch.Tensor, name, None), "__get__") and not callable(
+        getattr(torch.Tensor, name)
+    )
+
+
+_METADATA = _metadata()

@@ -1,0 +1,204 @@
+"""The plan: what is gathered, reduced and released, in which order, as frozen JSON-able data.
+
+The compiler writes plans, the runtime executes them, tools show them. Nothing here depends on
+a rank: every rank of a group holds the same plan.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from pydantic import TypeAdapter
+
+#: Parameters begin at multiples of this many elements, so that each is aligned to a cache line
+#: (and to what vector units and tensor cores want) in every gather dtype of two bytes or more.
+ALIGNMENT = 32
+
+
+class Phase(StrEnum):
+    """Which of a model's graphs a plan belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class Channel(StrEnum):
+    """What a step occupies: steps of one channel run one after another, channels run side by side."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+class StepKind(StrEnum):
+    """The nodes a reader meets in a dumped graph."""
+
+    ALL_GATHER_START = "all_gather_start"
+    ALL_GATHER_WAIT = "all_gather_wait"
+    RELEASE = "release"
+    REDUCE_SCATTER_START = "reduce_scatter_start"
+    REDUCE_SCATTER_WAIT = "reduce_scatter_wait"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``start`` (included) to ``stop`` (excluded) of a flat bucket."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its bucket. Offsets and sizes are elements, never bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    trainable: bool
+    offset: int
+    numel: int
+
+    @property
+    def span(self) -> Range:
+        """The slot's elements in the bucket."""
+        return Range(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters moved by one collective, laid end to end; each rank owns ``chunk`` contiguous elements.
+
+    ``dtype`` is the storage dtype of the shards; a gather may move a narrower one.
+    """
+
+    dtype: str
+    device: str
+    world_size: int
+    chunk: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole bucket, padding included: ``chunk * world_size``."""
+        return self.chunk * self.world_size
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The storage dtype as torch knows it."""
+        return dtype_of(self.dtype)
+
+    def chunk_range(self, rank: int) -> Range:
+        """The elements ``rank`` owns."""
+        return Range(rank * self.chunk, (rank + 1) * self.chunk)
+
+    def owned(self, slot: Slot, rank: int) -> Range:
+        """The part of ``slot`` that ``rank`` owns, relative to the rank's chunk; may be empty."""
+        chunk = self.chunk_range(rank)
+        start = min(max(slot.span.start, chunk.start), chunk.stop)
+        stop = min(max(slot.span.stop, chunk.start), chunk.stop)
+        return Range(start - chunk.start, max(start, stop) - chunk.start)
+
+    def gathered_bytes(self, dtype: torch.dtype) -> int:
+        """Memory one gather of this bucket occupies.
+
+        One rank alone gathers nothing: it reads its own shard, unless a cast needs room.
+        """
+        if self.world_size == 1 and dtype is self.torch_dtype:
+            return 0
+        return self.padded * dtype.itemsize
+
+    def reducing_bytes(self) -> int:
+        """Memory one reduction occupies at most: what is sent, and room to receive the others' parts.
+
+        One rank alone reduces in place.
+        """
+        return 0 if self.world_size == 1 else 2 * self.padded * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Step:
+    """One scheduled operation on ``Plan.buckets[bucket]``. ``gathered_bytes`` and ``reducing_bytes`` are held after the step."""
+
+    position: int
+    kind: StepKind
+    bucket: int
+    dtype: str
+    bytes: int
+    channel: Channel
+    before: str
+    gathered_bytes: int
+    reducing_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one compiled graph does with partitioned state, in execution order.
+
+    ``buckets`` are those the graph uses, in order of first use.
+    """
+
+    name: str
+    phase: Phase
+    world_size: int
+    policy: str
+    buckets: tuple[BucketPlan, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def peak_gathered_bytes(self) -> int:
+        """The most bytes of gathered parameters held at once."""
+        return max((step.gathered_bytes for step in self.steps), default=0)
+
+    @property
+    def peak_reducing_bytes(self) -> int:
+        """The most bytes of gradients under reduction held at once."""
+        return max((step.reducing_bytes for step in self.steps), default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of both kinds held at once."""
+        return max((s.gathered_bytes + s.reducing_bytes for s in self.steps), default=0)
+
+    def fingerprint(self) -> str:
+        """A digest of the collectives and their order: equal on ranks that may run together."""
+        lines = [f"{s.kind} {s.bucket} {s.dtype} {s.bytes}" for s in self.steps]
+        return hashlib.sha256("\n".join([self.phase, *lines]).encode()).hexdigest()[:16]
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The plan as JSON text."""
+        return _ADAPTER.dump_json(self, indent=indent).decode()
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            pydantic.ValidationError: ``text`` is not a plan; the message names the field.
+        """
+        return _ADAPTER.validate_json(text)
+
+
+_ADAPTER = TypeAdapter(Plan)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype

@@ -1,0 +1,201 @@
+"""The session: owns one compiled model's shards and knows which parameter lies where."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero_runtime import compat
+from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.buffers import husk, is_dense
+from zero_runtime.collectives import Group
+from zero_runtime.errors import ZeroError
+from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.parameter import ShardedParameter, class_for
+from zero_runtime.plan import Plan
+
+
+class ParameterState(Enum):
+    """A parameter's life in a session."""
+
+    CLAIMED = auto()
+    """Known to the session; whole, in its own memory."""
+    SHARDED = auto()
+    """Spread over the ranks; the user's object holds no memory."""
+    STEPPING = auto()
+    """Inside ``optimizer.step()``: the user's object is this rank's flat shard."""
+
+
+class Entry:
+    """One parameter: the user's object (weakly held), its place, and its state."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.state = ParameterState.CLAIMED
+        self._parameter = weakref.ref(parameter)
+        self._place: Place | None = None
+        self._husk: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The user's object; None once the user's model is gone."""
+        return self._parameter()
+
+    @property
+    def placed(self) -> bool:
+        """Whether a bucket holds the parameter."""
+        return self._place is not None
+
+    @property
+    def place(self) -> Place:
+        """Where the elements are.
+
+        Raises:
+            ZeroError: no bucket holds the parameter yet.
+        """
+        if self._place is None:
+            raise ZeroError(f"parameter {self.name} is not partitioned yet")
+        return self._place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._place = place
+
+    def shard(self, kind: type[ShardedParameter]) -> None:
+        """Keep this rank's part in the bucket, free the rest, and make the object a ``kind``."""
+        parameter = self.parameter
+        if parameter is None or self.state is not ParameterState.CLAIMED:
+            return
+        bucket, slot = self.place
+        bucket.store(slot, parameter.detach())
+        gradient = parameter.grad
+        parameter.grad = None
+        self._husk = husk(parameter)
+        parameter.data = self._husk
+        parameter.__class__ = kind
+        self.state = ParameterState.SHARDED
+        if gradient is not None:
+            parameter.grad = ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
+
+    def begin_step(self) -> None:
+        """Make the user's object its own flat shard, so that optimizer state is born partitioned.
+
+        A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
+        """
+        parameter = self.parameter
+        assert parameter is not None
+        bucket, slot = self.place
+        self._gradient = parameter.grad
+        parameter.__class__ = nn.Parameter
+        parameter.grad = None
+        parameter.data = bucket.local(slot, bucket.shard)
+        self.state = ParameterState.STEPPING
+        if isinstance(self._gradient, ShardedGradient) and parameter.numel():
+            parameter.grad = self._gradient.local
+
+    def end_step(self, kind: type[ShardedParameter]) -> None:
+        """The inverse of :meth:`begin_step`."""
+        parameter = self.parameter
+        if parameter is None or self.state is not ParameterState.STEPPING:
+            return
+        assert self._husk is not None
+        parameter.grad = None
+        parameter.data = self._husk
+        parameter.__class__ = kind
+        parameter.grad, self._gradient = self._gradient, None
+        self.state = ParameterState.SHARDED
+
+
+class GatheredBytes(NamedTuple):
+    """Bytes of gathered parameters: the most held at once, and the most any plan allows."""
+
+    peak: int
+    planned: int
+
+
+class Session:
+    """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.entries: list[Entry] = []
+        self.buckets: list[Bucket] = []
+        self.plans: list[Plan] = []
+        self.gathered_peak = 0
+        self.abandoned: list[Flight] = []
+        self._stepping = False
+        self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
+        self._class = class_for(self)
+
+    def claim(self, name: str, parameter: nn.Parameter) -> Entry:
+        """The parameter's entry; a new one at its first mention."""
+        entry: Entry | None = self._by_parameter.get(parameter)
+        if entry is None:
+            if not is_dense(parameter):
+                parameter.data = parameter.data.contiguous()
+            entry = self._by_parameter[parameter] = Entry(name, parameter)
+            self.entries.append(entry)
+        return entry
+
+    def entry(self, parameter: nn.Parameter) -> Entry:
+        """The entry :meth:`claim` made.
+
+        Raises:
+            KeyError: the parameter is not of this session.
+        """
+        found: Entry = self._by_parameter[parameter]
+        return found
+
+    def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
+        """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`."""
+        self.buckets.append(bucket)
+        for entry, slot in zip(entries, bucket.plan.slots, strict=True):
+            entry.place = Place(bucket, slot)
+
+    @torch.no_grad()
+    def partition(self) -> None:
+        """Keep this rank's part of every placed parameter and free the rest."""
+        for entry in self.entries:
+            if entry.placed:
+                entry.shard(self._class)
+
+    def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Turn parameters into their flat shards for ``optimizer.step()``."""
+        self._stepping = True
+        for parameter in parameters:
+            self.entry(parameter).begin_step()
+
+    def end_step(self) -> None:
+        """Bring back every parameter that is still a shard (also after an exception inside ``step()``)."""
+        if not self._stepping:
+            return
+        for entry in self.entries:
+            entry.end_step(self._class)
+        self._stepping = False
+
+    # -------------------------------------------------------------- whole parameters, one at a time
+
+    @torch.no_grad()
+    def gather_whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The parameter's value, a plain tensor of the logical shape. Collective."""
+        bucket, slot = self.entry(parameter).place
+        return bucket.whole(slot, bucket.start_gather(bucket.plan.torch_dtype).land()).clone()
+
+    def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+        """Replace the parameter's value by ``whole``, of which each rank keeps its part. Not collective."""
+        bucket, slot = self.entry(parameter).place
+        bucket.store(slot, whole)
+
+    def gathered_bytes(self) -> GatheredBytes:
+        """What was held at once, against what the plans allow."""
+        planned = max((plan.peak_gathered_bytes for plan in self.plans), default=0)
+        return GatheredBytes(self.gathered_peak, planned)
+
+
+def session_of(parameter: object) -> Session | None:
+    """The session that owns a partitioned parameter; None for any other object."""
+    return type(parameter).session if isinstance(parameter, ShardedParameter) else None

@@ -1,0 +1,136 @@
+"""The Dynamo backends: ``torch.compile(model, backend="zero3")``.
+
+Dynamo hands over a graph and its real inputs. Parameters among them are claimed by a session,
+the graph goes through :mod:`zero_compile.pipeline` on both sides of AOTAutograd, Inductor
+compiles what is left, and the parameters are partitioned last, when everything was traced.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import GraphModule
+
+from zero_compile import pipeline
+from zero_compile.capture import Capture
+from zero_compile.emit_plan import emit_plan
+from zero_compile.fx_graph import output_node, parameter_number
+from zero_compile.options import Options, parse
+from zero_runtime import compat, ops
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.executor import Executor
+from zero_runtime.gradient import Place
+from zero_runtime.optimizer import HOOKS
+from zero_runtime.plan import Phase
+
+
+def zero3(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """Compile a Dynamo graph with its parameters, gradients and optimizer state partitioned.
+
+    Raises:
+        OptionError: ``options`` holds an unknown name or a wrong value.
+        GroupError: several ranks were launched and no process group was initialised.
+        UnsupportedError: the graph does something that cannot be right on partitioned parameters.
+    """
+    settings = parse(options)
+    patches = {**compat.mode_patches(mode), **settings.inductor}
+    capture = Capture.of(gm, example_inputs)
+    if not capture.entries:
+        return compat.compile_fx(gm, example_inputs, config_patches=patches)
+    HOOKS.install()
+    pipeline.run(pipeline.capture(capture.parameters), gm, verify=settings.verify)
+    compiled = compat.compile_fx(
+        gm,
+        example_inputs,
+        inner_compile=GraphCompiler(capture, settings),
+        config_patches={**patches, "custom_partitioner_fn": JointPartitioner(capture, settings)},
+    )
+    capture.session.partition()
+    return compiled
+
+
+def zero2(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:
+    """Stage 2 (gradients and optimizer state partitioned): not built yet."""
+    _not_yet("zero2")
+
+
+def zero1(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:
+    """Stage 1 (optimizer state partitioned): not built yet."""
+    _not_yet("zero1")
+
+
+def _not_yet(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f'backend="{name}" is registered but not built yet. backend="zero3" partitions everything '
+        f"{name} would, and the parameters too."
+    )
+
+
+class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
+    """Cuts the joint graph so that backward gathers again; the layout is decided here."""
+
+    def __init__(self, capture: Capture, options: Options) -> None:
+        self._capture = capture
+        self._options = options
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JointPartitioner":
+        """Inductor copies its config for cache keys; what this one holds is live and has no copy."""
+        return self
+
+    def uuid(self) -> str:
+        """Names this partitioner in Inductor's cache keys; the graphs themselves hold the rest."""
+        return "zero_compile.JointPartitioner"
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        self._capture.lay_out(gm, self._options.bucket_bytes)
+        pipeline.run(pipeline.partition(), gm, verify=self._options.verify)
+        return compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+class GraphCompiler:
+    """Inductor's inner compile with our passes before it. One an Dynamo graph, called for each phase."""
+
+    def __init__(self, capture: Capture, options: Options) -> None:
+        self._capture = capture
+        self._options = options
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Executor:
+        phase = _phase(kwargs)
+        self._capture.lay_out(gm, self._options.bucket_bytes)
+        gradients = _gradient_outputs(gm, self._capture)
+        stages = pipeline.lower(self._capture.bucket_plans, self._capture.places, self._options)
+        gm = pipeline.run(stages, gm, verify=self._options.verify)
+        plan = emit_plan(
+            gm,
+            name=f"{self._capture.name}.{phase}",
+            phase=phase,
+            world_size=self._capture.session.group.world_size,
+            policy=self._options.schedule,
+            buckets=self._capture.bucket_plans,
+        )
+        self._capture.session.plans.append(plan)
+        compiled = compat.compile_fx_inner(gm, example_inputs, **compat.without_cudagraphs(kwargs))
+        return Executor(self._capture.session, plan, self._capture.buckets, compiled, gradients)
+
+
+def _phase(kwargs: Mapping[str, Any]) -> Phase:
+    if kwargs.get("is_backward"):
+        return Phase.BACKWARD
+    return Phase.INFERENCE if kwargs.get("is_inference") else Phase.FORWARD
+
+
+def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:
+    """Outputs of a backward graph that are reduced gradients, and whose."""
+    outputs = output_node(gm.graph).args[0]
+    assert isinstance(outputs, list | tuple)
+    return {
+        position: capture.entries[parameter_number(node)].place
+        for position, node in enumerate(outputs)
+        if isinstance(node, torch.fx.Node) and node.target is ops.reduce
+    }

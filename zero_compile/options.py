@@ -1,0 +1,54 @@
+"""``torch.compile(..., options={...})``: what may stand there, checked."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zero_runtime.errors import OptionError
+
+MiB = 1 << 20
+
+
+class Options(BaseModel):
+    """How a zero backend compiles. Frozen; every field has a default that needs no thought."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    bucket_bytes: int = Field(default=16 * MiB, gt=0)
+    """Gathered bytes one collective should move. A larger parameter gets a bucket of its own."""
+
+    schedule: Literal["one_ahead", "on_demand"] = "one_ahead"
+    """``one_ahead`` gathers the next bucket while one is used; ``on_demand`` saves that memory."""
+
+    verify: bool = True
+    """Check every graph after every stage; a failure is an error at compile time."""
+
+    inductor: dict[str, Any] = Field(default_factory=dict)
+    """Inductor's own config options for the rest of the graph."""
+
+
+def parse(options: Mapping[str, Any] | None) -> Options:
+    """Options from what the user wrote.
+
+    Raises:
+        OptionError: an unknown name (the nearest valid one is named) or a value of the wrong kind.
+    """
+    given = dict(options or {})
+    for name in given:
+        if name not in Options.model_fields:
+            raise OptionError(_unknown(name))
+    try:
+        return Options(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise OptionError(f"option {name!r}: {first['msg']} (got {first['input']!r})") from None
+
+
+def _unknown(name: str) -> str:
+    known = sorted(Options.model_fields)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown option {name!r}.{hint} Valid options: {', '.join(known)}."

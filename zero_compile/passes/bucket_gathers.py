@@ -1,0 +1,78 @@
+"""Gathers become one collective a bucket; each parameter is a view of the bucket's buffer.
+
+    full = all_gather_wait(all_gather_start(channel, bucket))
+    weight = as_strided(full, shape, stride, offset)
+
+Everything stands at the bucket's first use; where it starts is the schedule's affair.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zero_compile.fx_graph import calls, is_view, output_node, parameter_number, positions
+from zero_compile.passes.effects import channel_of, insert_call
+from zero_runtime import ops
+from zero_runtime.plan import BucketPlan
+
+
+def bucket_gathers(
+    gm: GraphModule, *, buckets: Sequence[BucketPlan], places: Mapping[int, tuple[int, int]]
+) -> GraphModule:
+    """``places`` maps parameter numbers to (bucket, slot). Afterwards no ``zero3.gather`` is left."""
+    by_bucket: dict[int, list[Node]] = {}
+    for gather in calls(gm.graph, ops.gather):
+        by_bucket.setdefault(places[parameter_number(gather)][0], []).append(gather)
+    for bucket, gathers in by_bucket.items():
+        _gather_bucket(gm.graph, bucket, buckets[bucket], gathers, places)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _gather_bucket(
+    graph: Graph,
+    number: int,
+    bucket: BucketPlan,
+    gathers: Sequence[Node],
+    places: Mapping[int, tuple[int, int]],
+) -> None:
+    channel = channel_of(graph)
+    first = _first_use(graph, gathers)
+    dtype = gathers[0].meta["val"].dtype
+    with graph.inserting_before(first):
+        ticket = insert_call(graph, ops.all_gather_start, channel, number, dtype)
+        device = torch.device(bucket.device)
+        full = insert_call(
+            graph, ops.all_gather_wait, ticket, channel, number, bucket.padded, dtype, device
+        )
+        for gather in gathers:
+            slot = bucket.slots[places[parameter_number(gather)][1]]
+            view = insert_call(
+                graph, torch.ops.aten.as_strided.default, full, slot.shape, slot.stride, slot.offset
+            )
+            gather.replace_all_uses_with(view)
+            graph.erase_node(gather)
+    _keep_what_escapes(graph, full)
+
+
+def _first_use(graph: Graph, gathers: Sequence[Node]) -> Node:
+    """Before the first use; a gather whose value nobody reads stays where it is."""
+    order = positions(graph)
+    users = [user for gather in gathers for user in gather.users]
+    return min(users or gathers, key=order.__getitem__)
+
+
+def _keep_what_escapes(graph: Graph, full: Node) -> None:
+    """An output that shares memory with the bucket would lose it at the release: copy it out."""
+    output = output_node(graph)
+    for node in [n for n in _aliases(full) if output in n.users]:
+        with graph.inserting_after(node):
+            kept = insert_call(graph, ops.keep, node)
+        output.replace_input_with(node, kept)
+
+
+def _aliases(node: Node) -> list[Node]:
+    found = [user for user in node.users if is_view(user)]
+    return found + [alias for view in found for alias in _aliases(view)]

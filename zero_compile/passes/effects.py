@@ -1,0 +1,32 @@
+"""Nodes of the schedule, inserted with the metadata that Inductor needs."""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from zero_compile.fx_graph import calls
+from zero_runtime import compat, ops
+
+
+def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A call at the graph's insertion point, its fake value computed from its arguments'."""
+    node = graph.call_function(target, args)
+    mode = compat.fake_mode_of(graph)
+    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = target(*values)
+    return node
+
+
+def channel_of(graph: Graph) -> Node:
+    """The graph's channel: the tensor whose mutation keeps the schedule's nodes in order."""
+    existing = calls(graph, ops.channel)
+    if existing:
+        return existing[0]
+    inputs = list(graph.find_nodes(op="placeholder"))
+    first = (
+        next(n for n in graph.nodes if n.op != "placeholder") if inputs else next(iter(graph.nodes))
+    )
+    with graph.inserting_before(first):
+        return insert_call(graph, ops.channel)

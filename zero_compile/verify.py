@@ -1,0 +1,82 @@
+"""What a legal graph is after each stage. A violation is a bug of ours, caught before it runs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from zero_compile.emit_plan import bucket_number
+from zero_compile.fx_graph import calls, is_view, output_node, positions, readers
+from zero_runtime import ops
+from zero_runtime.errors import PlanError
+from zero_runtime.plan import BucketPlan
+
+
+def verify_captured(gm: GraphModule, *, parameters: Mapping[int, int]) -> None:
+    """Each partitioned parameter is read by exactly one gather, and by nothing else."""
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    for position, number in parameters.items():
+        users = list(placeholders[position].users)
+        _require(
+            len(users) == 1 and users[0].target is ops.gather and users[0].args[1] == number,
+            f"parameter {number} is read by {[u.name for u in users]} instead of one gather",
+        )
+
+
+def verify_bucketed(gm: GraphModule, *, buckets: Sequence[BucketPlan]) -> None:
+    """No logical gather or reduction is left; each bucket is gathered and reduced at most once."""
+    for target in (ops.gather, ops.reduce):
+        left = calls(gm.graph, target)
+        _require(not left, f"{[n.name for n in left]} reached no bucket")
+    for target in (ops.all_gather_start, ops.reduce_scatter_start):
+        counts = Counter(bucket_number(n) for n in calls(gm.graph, target))
+        _require(
+            all(c == 1 for c in counts.values()) and all(b < len(buckets) for b in counts),
+            f"{target} runs {dict(counts)} times a bucket",
+        )
+    for start in calls(gm.graph, ops.reduce_scatter_start):
+        slots: list[int] = start.args[3]  # type: ignore[assignment]
+        _require(len(set(slots)) == len(slots), f"{start.name} reduces a parameter twice: {slots}")
+
+
+def verify_scheduled(gm: GraphModule) -> None:
+    """Every transfer is started, waited for, used, released, in this order and once each."""
+    order = positions(gm.graph)
+    for start in calls(gm.graph, ops.all_gather_start):
+        wait = _only_wait(start, ops.all_gather_wait)
+        releases = [u for u in wait.users if u.target is ops.release]
+        _require(len(releases) == 1, f"{wait.name} is released {len(releases)} times")
+        late = [r.name for r in readers(wait) if order[r] > order[releases[0]]]
+        _require(not late, f"{late} read {wait.name} after its release")
+        output = output_node(gm.graph)
+        _require(
+            output not in wait.users
+            and not any(output in r.users for r in readers(wait) if is_view(r)),
+            f"{wait.name} leaves the graph without being copied",
+        )
+    for start in calls(gm.graph, ops.reduce_scatter_start):
+        wait = _only_wait(start, ops.reduce_scatter_wait)
+        _require(order[start] < order[wait], f"{wait.name} stands before {start.name}")
+    _one_channel(gm)
+
+
+def _only_wait(start: Node, target: object) -> Node:
+    users = list(start.users)
+    _require(
+        len(users) == 1 and users[0].target is target,
+        f"{start.name} is waited for by {[u.name for u in users]} instead of once",
+    )
+    return users[0]
+
+
+def _one_channel(gm: GraphModule) -> None:
+    channels = calls(gm.graph, ops.channel)
+    _require(len(channels) <= 1, f"{len(channels)} channels: collectives have no single order")
+    for node in gm.graph.nodes:
+        if node.target in ops.SCHEDULED:
+            _require(channels[0] in node.all_input_nodes, f"{node.name} is outside the channel")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(f"zero_compile produced an illegal graph: {message}. Please report it.")
