@@ -37,7 +37,7 @@ def stock_step(model: Any, settings: Settings, *, autocast: bool = True) -> Step
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast and settings.dtype == "bf16"):
             loss: Tensor = model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss.detach()
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -107,16 +107,17 @@ Cell = Callable[[Summary, Summary | None], str]
 COLUMNS: dict[str, Cell] = {
     "ranks": lambda s, _: str(s.processes),
     "tokens/s": lambda s, _: f"{s.tokens_per_second:,.0f}",
-    "speed ÷ {base}": lambda s, b: ratio(s.tokens_per_second, b and b.tokens_per_second),
-    "step ms min / median / max": lambda s, _: milliseconds_cell(s),
-    "peak MiB": lambda s, _: f"{s.peak_bytes / MIB:,.0f}",
-    "peak ÷ {base}": lambda s, b: ratio(s.peak_bytes, b and b.peak_bytes),
-    "first step s cold / warm": lambda s, _: seconds_cell(s),
-    "loss difference": lambda s, _: difference_cell(s.loss_difference),
+    "speed\n÷ {base}": lambda s, b: ratio(s.tokens_per_second, b and b.tokens_per_second),
+    "step ms\nmin / median / max": lambda s, _: milliseconds_cell(s),
+    "peak\nMiB": lambda s, _: f"{s.peak_bytes / MIB:,.0f}",
+    "peak\n÷ {base}": lambda s, b: ratio(s.peak_bytes, b and b.peak_bytes),
+    "first step s\ncold / warm": lambda s, _: seconds_cell(s),
+    "loss\ndifference": lambda s, _: difference_cell(s.loss_difference),
 }
 
 
 def headings(base: str) -> list[str]:
+    """With the line breaks that keep the columns as narrow as their figures."""
     return ["contender", *(heading.format(base=base) for heading in COLUMNS)]
 
 
@@ -138,15 +139,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def render_rich(rows: Sequence[Row], base: str, title: str) -> Table:
-    lines = [cells(row, base_summary(rows, base)) for row in rows]
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     for index, heading in enumerate(headings(base)):
-        # Headings may wrap, figures not.
-        parts = [*heading.split(), *(line[index] for line in lines)]
-        justify: Literal["left", "right"] = "right" if index else "left"
-        table.add_column(heading, justify=justify, min_width=max(map(len, parts)))
-    for line in lines:
-        table.add_row(*line)
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row, base_summary(rows, base)))
     return table
 
 
@@ -155,7 +152,7 @@ def markdown_line(texts: Sequence[str]) -> str:
 
 
 def render_markdown(rows: Sequence[Row], base: str) -> str:
-    heading = headings(base)
+    heading = [text.replace("\n", " ") for text in headings(base)]
     lines = [
         markdown_line(heading),
         markdown_line(["---", *["---:"] * (len(heading) - 1)]),

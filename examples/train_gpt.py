@@ -170,7 +170,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
     # Gradients are dropped here, not after the step, so that they are still there at the end.
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from torch.fx import GraphModule, Node
 
 from zero_runtime import ops
-from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, Step, StepKind, dtype_name, dtype_of
+from zero_runtime.plan import (
+    BucketPlan,
+    Channel,
+    Phase,
+    Plan,
+    Step,
+    StepKind,
+    dtype_name,
+    dtype_of,
+)
 
 _KINDS = {
     ops.all_gather_start: (StepKind.ALL_GATHER_START, Channel.ALL_GATHER),
@@ -25,37 +34,61 @@ def emit_plan(
     policy: str,
     buckets: Sequence[BucketPlan],
 ) -> Plan:
-    """The graph's steps in order, with the bytes each moves and what is held after it."""
+    """The graph's steps in order, with the bytes each moves and what is held while it runs."""
+    ledger = _Ledger(buckets)
     steps: list[Step] = []
-    gathered = reducing = 0
+    gradients = {g for node in gm.graph.nodes for g in _gradients(node)}
     for node in gm.graph.nodes:
-        if node.target not in _KINDS:
-            continue
-        kind, channel = _KINDS[node.target]
-        number = bucket_number(node)
-        bucket = buckets[number]
-        dtype = _dtype(node, kind, bucket)
-        gathered += _sign(kind, StepKind.ALL_GATHER_START, StepKind.RELEASE) * (
-            bucket.gathered_bytes(dtype_of(dtype))
-        )
-        reducing += _sign(kind, StepKind.REDUCE_SCATTER_START, StepKind.REDUCE_SCATTER_WAIT) * (
-            bucket.reducing_bytes()
-        )
-        moved = bucket.padded * dtype_of(dtype).itemsize
-        steps.append(
-            Step(len(steps), kind, number, dtype, moved, channel, _before(node), gathered, reducing)
-        )
+        if node in gradients:
+            ledger.gradients += _nbytes(node)
+        if node.target in _KINDS:
+            steps.append(_step(len(steps), node, ledger))
     return Plan(name, phase, world_size, policy, tuple(buckets), tuple(steps))
+
+
+class _Ledger:
+    """Bytes held at one point of the graph."""
+
+    def __init__(self, buckets: Sequence[BucketPlan]) -> None:
+        self.buckets = buckets
+        self.gathered = self.reducing = self.gradients = 0
+
+    def open(self, kind: StepKind, bucket: BucketPlan, dtype: str) -> None:
+        """What the step needs before it can run."""
+        if kind is StepKind.ALL_GATHER_START:
+            self.gathered += bucket.gathered_bytes(dtype_of(dtype))
+        if kind is StepKind.REDUCE_SCATTER_START:
+            self.reducing += bucket.reducing_bytes()
+            self.gradients += bucket.chunk * bucket.torch_dtype.itemsize
+
+    def close(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
+        """What is free once the step has run."""
+        if kind is StepKind.RELEASE:
+            self.gathered -= bucket.gathered_bytes(dtype_of(dtype))
+        if kind is StepKind.REDUCE_SCATTER_START:
+            self.gradients -= sum(_nbytes(g) for g in _gradients(node))
+        if kind is StepKind.REDUCE_SCATTER_WAIT:
+            self.reducing -= bucket.reducing_bytes()
 
 
 def bucket_number(node: Node) -> int:
     """Which bucket a node of the schedule works on."""
-    place = next(
-        i
-        for i, arg in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-        if arg.name == "bucket"
-    )
-    return int(node.args[place])  # type: ignore[arg-type]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    number = node.args[names.index("bucket")]
+    assert isinstance(number, int)
+    return number
+
+
+def _step(position: int, node: Node, ledger: _Ledger) -> Step:
+    kind, channel = _KINDS[node.target]  # type: ignore[index]
+    number = bucket_number(node)
+    bucket = ledger.buckets[number]
+    dtype = _dtype(node, kind, bucket)
+    moved = bucket.padded * dtype_of(dtype).itemsize
+    ledger.open(kind, bucket, dtype)
+    held = (ledger.gathered, ledger.reducing, ledger.gradients)
+    ledger.close(kind, bucket, dtype, node)
+    return Step(position, kind, number, dtype, moved, channel, _before(node), *held)
 
 
 def _dtype(node: Node, kind: StepKind, bucket: BucketPlan) -> str:
@@ -65,8 +98,14 @@ def _dtype(node: Node, kind: StepKind, bucket: BucketPlan) -> str:
     return dtype_name(node.args[place])  # type: ignore[arg-type]
 
 
-def _sign(kind: StepKind, plus: StepKind, minus: StepKind) -> int:
-    return int(kind is plus) - int(kind is minus)
+def _gradients(node: Node) -> list[Node]:
+    """The whole gradients a reduction consumes."""
+    return list(node.args[0]) if node.target is ops.reduce_scatter_start else []  # type: ignore[arg-type]
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.dtype.itemsize)
 
 
 def _before(node: Node) -> str:
@@ -78,7 +117,5 @@ def _before(node: Node) -> str:
 
 
 def _is_plumbing(node: Node) -> bool:
-    return node.op == "call_function" and str(node.target) in (
-        "aten.as_strided.default",
-        "zero3.channel.default",
-    )
+    names = ("aten.as_strided.default", "zero3.channel.default")
+    return node.op == "call_function" and str(node.target) in names

@@ -16,8 +16,16 @@ from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.utils import BoxedBool
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
+
+__all__ = [
+    "CustomPartitionerFn",
+    "WeakIdKeyDictionary",
+    "min_cut_rematerialization_partition",
+    "pytree",
+]
 
 #: First and last supported minor version of torch.
 SUPPORTED = ((2, 11), (2, 14))

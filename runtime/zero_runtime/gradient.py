@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
 from zero_runtime.bucket import Bucket
 from zero_runtime.collectives import Group
+from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.plan import Slot
 
@@ -125,7 +125,7 @@ class PendingNorm(torch.Tensor):
         ):
             return args[0]
         complete = lambda x: x.complete() if isinstance(x, PendingNorm) else x  # noqa: E731
-        return func(*tree_map(complete, args), **tree_map(complete, kwargs))
+        return func(*pytree.tree_map(complete, args), **pytree.tree_map(complete, kwargs))
 
 
 def _alike(norms: Sequence[Any]) -> bool:
@@ -151,11 +151,11 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same operation on this rank's elements; whole tensors among the operands are cut to them."""
     place = _place_of(func, [args, kwargs])
     cut = lambda x: _cut(func, x, place)  # noqa: E731
-    result = func(*tree_map(cut, args), **tree_map(cut, kwargs))
+    result = func(*pytree.tree_map(cut, args), **pytree.tree_map(cut, kwargs))
     if _is_in_place(func):
         return args[0]
     wrap = lambda x: ShardedGradient(x, place) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    return tree_map(wrap, result)
+    return pytree.tree_map(wrap, result)
 
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +165,9 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(
             f"{func} mixes partitioned gradients with plain tensors in one list."
         )
-    locals_ = tree_map(lambda x: x.local if isinstance(x, ShardedGradient) else x, (args, kwargs))
+    locals_ = pytree.tree_map(
+        lambda x: x.local if isinstance(x, ShardedGradient) else x, (args, kwargs)
+    )
     result = func(*locals_[0], **locals_[1])
     if result is None or _is_in_place(func):
         return None
@@ -197,7 +199,7 @@ def _cut(func: Any, operand: Any, place: Place) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)
+    return pytree.tree_leaves(tree)
 
 
 def _is_in_place(func: Any) -> bool:
@@ -259,7 +261,7 @@ def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
 
 def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     _whole_only(func, args[1:2])
-    return _sum(aten.sum.default, args[:1], kwargs) / args[0].numel()
+    return _sum(aten.sum.default, args[:1], kwargs).div(args[0].numel())
 
 
 def _extreme(

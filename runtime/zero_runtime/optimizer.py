@@ -1,11 +1,12 @@
 """Stock optimizers on partitioned parameters: during ``step()`` each parameter is its own flat shard."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -32,11 +33,47 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
+class _Stepping:
+    """One ``step()`` under way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sessions: set[Session]) -> None:
+        self.optimizer = optimizer
+        self._sessions = sessions
+        self._rescue: Any = None
+
+    def begin(self) -> None:
+        """Parameters become shards. Should the step fail, the next module call brings them back."""
+        for session, parameter in list(_partitioned(self.optimizer)):
+            _cut_state(self.optimizer, session, parameter)
+            session.begin_step([parameter])
+        self._rescue = register_module_forward_pre_hook(lambda module, args: self.end())
+
+    def end(self) -> None:
+        """Parameters become whole again, to the eye. Idempotent."""
+        if self._rescue is not None:
+            self._rescue.remove()
+        self._rescue = None
+        for session in self._sessions:
+            session.end_step()
+
+    def outside(self, closure: Closure) -> Closure:
+        """The closure runs the model, so it must meet partitioned parameters, not shards."""
+
+        def run() -> Any:
+            self.end()
+            try:
+                return closure()
+            finally:
+                self.begin()
+
+        return run
+
+
 class StepHooks:
     """Makes partitioned parameters shards before any optimizer's step, and brings them back after."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[torch.optim.Optimizer, set[Session]]] = []
+        self._under_way: list[_Stepping] = []
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -53,32 +90,19 @@ class StepHooks:
         if not sessions:
             return None
         refuse_unless_elementwise(optimizer)
-        self._under_way.append((optimizer, sessions))
-        _begin(optimizer)
+        stepping = _Stepping(optimizer, sessions)
+        self._under_way.append(stepping)
+        stepping.begin()
         closure = _closure_of(args, kwargs)
-        return (
-            None if closure is None else ((optimizer, _outside(optimizer, sessions, closure)), {})
-        )
+        return None if closure is None else ((optimizer, stepping.outside(closure)), {})
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch after ``step``; steps that ended in an exception are dropped on the way."""
-        while any(stepping is optimizer for stepping, _ in self._under_way):
-            _, sessions = self._under_way.pop()
-            _end(sessions)
+        while any(stepping.optimizer is optimizer for stepping in self._under_way):
+            self._under_way.pop().end()
 
 
 HOOKS = StepHooks()
-
-
-def _begin(optimizer: torch.optim.Optimizer) -> None:
-    for session, parameter in list(_partitioned(optimizer)):
-        _cut_state(optimizer, session, parameter)
-        session.begin_step([parameter])
-
-
-def _end(sessions: Iterable[Session]) -> None:
-    for session in sessions:
-        session.end_step()
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -118,34 +142,18 @@ def _cut_state(optimizer: torch.optim.Optimizer, session: Session, parameter: nn
     if not state:
         return
     bucket, slot = session.entry(parameter).place
-    cut = (len(bucket.plan.owned(slot, bucket.group.rank)),)
-
-    def is_whole(value: object) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.shape == slot.shape != cut
-            and slot.shape != ()
-        )
-
+    part = (len(bucket.plan.owned(slot, bucket.group.rank)),)
     for key, value in state.items():
-        if key != "step" and is_whole(value):
+        whole = isinstance(value, torch.Tensor) and value.shape == slot.shape != part
+        if whole and key not in _SCALARS:
             state[key] = bucket.part_of(slot, value).clone()
+
+
+#: State of stock optimizers that is one number a parameter, whatever the parameter's shape.
+_SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     # args[0] is the optimizer itself
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
-
-
-def _outside(optimizer: torch.optim.Optimizer, sessions: set[Session], closure: Closure) -> Closure:
-    """The closure runs the model, so it must meet partitioned parameters, not shards."""
-
-    def run() -> Any:
-        _end(sessions)
-        try:
-            return closure()
-        finally:
-            _begin(optimizer)
-
-    return run

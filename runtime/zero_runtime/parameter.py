@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from zero_runtime import compat
+from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.gradient import ShardedGradient
 
@@ -85,16 +85,13 @@ def _for_one_operation(
 ) -> Any:
     kwargs = kwargs or {}
     if func in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if func is _DATA_GET:
+        return _plain(func, args, kwargs)
+    if func == _DATA_GET:
         raise UnsupportedError(_DATA_ADVICE)
-    if func is _DATA_SET or _writes_first(func):
+    if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
-    _warn_once_per_place(func)
-    gathered = pytree.tree_map(_gathered, (args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*gathered[0], **gathered[1])
+    _warn_once_per_place(func, (args, kwargs))
+    return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
 
 
 def _gathered(value: Any) -> Any:
@@ -104,24 +101,45 @@ def _gathered(value: Any) -> Any:
 
 def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """An in-place operation: done on the whole parameter, of which each rank keeps its part."""
-    target, *others = args
+    target = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(target, ShardedParameter):
-        gathered = pytree.tree_map(_gathered, (tuple(args), kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*gathered[0], **gathered[1])
-    if torch.is_grad_enabled() and target.requires_grad and func is not _DATA_SET:
+        return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
+    if func == _DATA_SET:
+        _refuse_conversion(target, args[1])
+        func = torch.Tensor.copy_
+    elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation. "
             "Put it under torch.no_grad()."
         )
     with torch.no_grad():
         whole = target.session.gather_whole(target)
-        operands = pytree.tree_map(_gathered, (tuple(others), kwargs))
-        apply = torch.Tensor.copy_ if func is _DATA_SET else func
-        with torch._C.DisableTorchFunctionSubclass():
-            apply(whole, *operands[0], **operands[1])
+        replace = lambda x: whole if x is target else _gathered(x)  # noqa: E731
+        _plain(func, *pytree.tree_map(replace, (args, kwargs)))
         target.session.store_whole(target, whole)
     return target
+
+
+def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _needs_no_grad(func: Callable[..., Any]) -> bool:
+    """``torch.nn.init`` turns gradients off by itself, after it has asked us."""
+    return getattr(func, "__module__", None) != "torch.nn.init"
+
+
+def _refuse_conversion(target: ShardedParameter, value: torch.Tensor) -> None:
+    """``model.half()``, ``model.to(device)`` and the like end here, one parameter at a time."""
+    if (value.dtype, value.device, value.shape) == (target.dtype, target.device, target.shape):
+        return
+    name = target.session.entry(target).name
+    raise UnsupportedError(
+        f"{name} is partitioned as {target.dtype} {tuple(target.shape)} on {target.device} and cannot "
+        f"become {value.dtype} {tuple(value.shape)} on {value.device}. Convert the model before the "
+        "first call of the compiled model."
+    )
 
 
 def _writes_first(func: Callable[..., Any]) -> bool:
@@ -129,30 +147,30 @@ def _writes_first(func: Callable[..., Any]) -> bool:
     return name in ("__setitem__", "set_") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _warn_once_per_place(func: Callable[..., Any]) -> None:
-    """Python's own filter keeps one warning a place; the place is the user's line, not torch's."""
-    frame, level = _user_frame(sys._getframe(1))
+def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
+    """The session remembers the places: Python's own record is lost whenever a filter changes."""
+    parameter = next(x for x in pytree.tree_leaves(operands) if isinstance(x, ShardedParameter))
+    place = _user_line(sys._getframe(1))
+    if place in parameter.session.warned:
+        return
+    parameter.session.warned.add(place)
     name = getattr(func, "__name__", str(func))
     warnings.warn_explicit(
         f"{name} uses a partitioned parameter outside the compiled graph: it is gathered for this "
         "one operation, on every rank. Move the operation under torch.compile to make it cheap.",
         UserWarning,
-        frame.f_code.co_filename if frame else "<unknown>",
-        level,
-        registry=frame.f_globals.setdefault("__warningregistry__", {}) if frame else None,
+        *place,
     )
 
 
-def _user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
+def _user_line(frame: FrameType | None) -> tuple[str, int]:
+    """The innermost line that is neither torch's nor ours."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if (
-            not module.startswith(("torch.", "zero_runtime.", "zero_compile."))
-            and module != "torch"
-        ):
-            return frame, frame.f_lineno
+        if module.split(".")[0] not in ("torch", "zero_runtime", "zero_compile"):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return None, 0
+    return "<unknown>", 0
 
 
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -181,6 +199,10 @@ def _metadata() -> set[Any]:
     methods += "_is_view is_pinned retain_grad is_conj is_neg _use_count has_names backward __dir__"
     tensor = torch.Tensor
     found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor}
+    found |= {
+        getattr(torch, f"{n}_like") for n in ["zeros", "ones", "full", "empty", "rand", "randn"]
+    }
+    found |= {getattr(tensor, f"new_{n}") for n in ["zeros", "ones", "full", "empty", "tensor"]}
     found |= {getattr(tensor, n).__get__ for n in getters.split() if _is_property(n)}
     found |= {getattr(tensor, n).__set__ for n in setters.split() if _is_property(n)}
     found |= {getattr(tensor, n).__delete__ for n in ("grad",)}

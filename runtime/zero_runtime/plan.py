@@ -123,7 +123,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """One scheduled operation on ``Plan.buckets[bucket]``. ``gathered_bytes`` and ``reducing_bytes`` are held after the step."""
+    """One scheduled operation on ``Plan.buckets[bucket]``.
+
+    The last three fields are bytes held while the step runs: gathered parameters; gradients under
+    reduction; whole gradients that wait for it together with the shards it has produced.
+    """
 
     position: int
     kind: StepKind
@@ -134,6 +138,12 @@ class Step:
     before: str
     gathered_bytes: int
     reducing_bytes: int
+    gradient_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """All three together."""
+        return self.gathered_bytes + self.reducing_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -162,8 +172,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of both kinds held at once."""
-        return max((s.gathered_bytes + s.reducing_bytes for s in self.steps), default=0)
+        """The most bytes held at once: gathered, under reduction, and gradients."""
+        return max((step.held_bytes for step in self.steps), default=0)
 
     def fingerprint(self) -> str:
         """A digest of the collectives and their order: equal on ranks that may run together."""

@@ -103,6 +103,8 @@ class Entry:
         if parameter is None or self.state is not ParameterState.STEPPING:
             return
         assert self._husk is not None
+        if parameter.numel() and parameter.grad is None:
+            self._gradient = None  # cleared while it was a shard
         parameter.grad = None
         parameter.data = self._husk
         parameter.__class__ = kind
@@ -127,6 +129,7 @@ class Session:
         self.plans: list[Plan] = []
         self.gathered_peak = 0
         self.abandoned: list[Flight] = []
+        self.warned: set[tuple[str, int]] = set()
         self._stepping = False
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
         self._class = class_for(self)

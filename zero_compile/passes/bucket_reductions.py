@@ -38,8 +38,8 @@ def _reduce_bucket(
     places: Mapping[int, tuple[int, int]],
 ) -> None:
     channel, order = channel_of(graph), positions(graph)
-    last = max(reduces, key=order.__getitem__)
-    gradients = [reduce.args[0] for reduce in reduces]
+    gradients = [reduce.all_input_nodes[0] for reduce in reduces]
+    last = max(gradients, key=order.__getitem__)  # autograd puts the reductions themselves last
     slots = [places[parameter_number(reduce)][1] for reduce in reduces]
     device = torch.device(bucket.device)
     with graph.inserting_after(last):

@@ -1,0 +1,14 @@
+"""Fixtures shared by the tests."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from graphs import fake_world
+
+
+@pytest.fixture
+def fake_group() -> Iterator[Callable[[int], None]]:
+    """Call it with a world size: this process becomes rank 0 of so many until the test ends."""
+    with ExitStack() as stack:
+        yield lambda world_size: stack.enter_context(fake_world(world_size))

@@ -1,0 +1,246 @@
+"""emit_plan: steps and the bytes held while each runs, against a slow recount from the graph."""
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from graphs import (
+    BACKWARD,
+    FORWARD,
+    INFERENCE,
+    Autocast,
+    Recording,
+    call_before,
+    gpt,
+    make_mlp,
+    mlp,
+    record,
+)
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from zero_compile.emit_plan import bucket_number, emit_plan
+from zero_compile.fx_graph import calls
+from zero_compile.passes.release_after_last_reader import release_after_last_reader
+from zero_compile.passes.schedule_ahead import schedule_ahead
+from zero_runtime import ops
+from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, StepKind
+
+GRAPHS = (FORWARD, BACKWARD, INFERENCE)
+
+
+class TwoBiases(nn.Module):
+    """Two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.a + self.b)
+
+
+@cache
+def two_biases() -> Recording:
+    return record(TwoBiases(), torch.randn(2, 4), infer=True)
+
+
+@cache
+def autocast() -> Recording:
+    return record(Autocast(make_mlp()), torch.randn(3, 8), infer=True, bucket_bytes=512)
+
+
+def mlp_on_demand() -> Recording:
+    return mlp(schedule="on_demand")
+
+
+def mlp_alone() -> Recording:
+    return mlp(world_size=1)
+
+
+RECORDINGS = [mlp, mlp_on_demand, mlp_alone, gpt, autocast, two_biases]
+
+
+def nbytes(node: Node) -> int:
+    return node.meta["val"].numel() * node.meta["val"].dtype.itemsize
+
+
+def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, int, int]]:
+    """What is held while each step runs: every interval is looked at anew for every step."""
+    nodes = list(gm.graph.nodes)
+    place = nodes.index
+    gathers = [
+        (place(start), place(release), buckets[bucket_number(start)].gathered_bytes(start.args[2]))
+        for start in calls(gm.graph, ops.all_gather_start)
+        for release in calls(gm.graph, ops.release)
+        if release.args[0].args[0] is start
+    ]
+    reductions = [
+        (start, next(iter(start.users)), buckets[bucket_number(start)])
+        for start in calls(gm.graph, ops.reduce_scatter_start)
+    ]
+    last_start: dict[Node, int] = {}
+    for start, _, _ in reductions:
+        for gradient in start.args[0]:
+            last_start[gradient] = max(last_start.get(gradient, 0), place(start))
+    held = []
+    for now, node in enumerate(nodes):
+        if node.target not in ops.SCHEDULED:
+            continue
+        gathered = sum(size for first, last, size in gathers if first <= now <= last)
+        reducing = sum(
+            b.reducing_bytes()
+            for first, last, b in reductions
+            if place(first) <= now <= place(last)
+        )
+        whole = sum(nbytes(g) for g, last in last_start.items() if place(g) < now <= last)
+        shards = sum(
+            b.chunk * b.torch_dtype.itemsize for first, _, b in reductions if place(first) <= now
+        )
+        held.append((gathered, reducing, whole + shards))
+    return held
+
+
+@pytest.mark.parametrize(("recorded", "graph"), itertools.product(RECORDINGS, GRAPHS))
+def test_bytes_held_agree_with_a_slow_recount(recorded, graph):
+    recording = recorded()
+    plan = recording.plans[graph]
+    counted = recount(recording.scheduled(graph), plan.buckets)
+    steps = [(s.gathered_bytes, s.reducing_bytes, s.gradient_bytes) for s in plan.steps]
+    assert steps == counted
+    assert plan.peak_bytes == max(map(sum, counted))
+
+
+@pytest.mark.parametrize(("recorded", "graph"), itertools.product([mlp, gpt], GRAPHS))
+def test_steps_are_the_graphs_in_order(recorded, graph):
+    recording = recorded()
+    nodes = [n for n in recording.scheduled(graph).graph.nodes if n.target in ops.SCHEDULED]
+    plan = recording.plans[graph]
+    assert [s.position for s in plan.steps] == list(range(len(nodes)))
+    for step, node in zip(plan.steps, nodes, strict=True):
+        assert step.kind == node.target._schema.name.removeprefix("zero3::")
+        assert step.bucket == bucket_number(node)
+        assert step.bytes == plan.buckets[step.bucket].padded * getattr(torch, step.dtype).itemsize
+
+
+@pytest.mark.parametrize(("recorded", "graph"), itertools.product([mlp, gpt], GRAPHS))
+def test_all_that_was_gathered_is_released(recorded, graph):
+    steps = recorded().plans[graph].steps
+    started, released = (
+        sorted((s.bucket, s.dtype) for s in steps if s.kind is kind)
+        for kind in (StepKind.ALL_GATHER_START, StepKind.RELEASE)
+    )
+    assert started == released
+
+
+def test_each_kind_of_step_occupies_its_channel():
+    channels = {s.kind: s.channel for g in GRAPHS for s in mlp().plans[g].steps}
+    assert channels == {
+        StepKind.ALL_GATHER_START: Channel.ALL_GATHER,
+        StepKind.ALL_GATHER_WAIT: Channel.ALL_GATHER,
+        StepKind.RELEASE: Channel.COMPUTE,
+        StepKind.REDUCE_SCATTER_START: Channel.REDUCE_SCATTER,
+        StepKind.REDUCE_SCATTER_WAIT: Channel.REDUCE_SCATTER,
+    }
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_before_names_the_next_node_that_computes(graph):
+    nodes = list(mlp().scheduled(graph).graph.nodes)
+    scheduled = [n for n in nodes if n.target in ops.SCHEDULED]
+    for step, node in zip(mlp().plans[graph].steps, scheduled, strict=True):
+        after = nodes[nodes.index(node) + 1 :]
+        plumbing = {*ops.SCHEDULED, torch.ops.aten.as_strided.default}
+        assert step.before == next(n.name for n in after if n.target not in plumbing)
+
+
+def test_a_reduction_moves_the_storage_dtype_whatever_was_gathered():
+    steps = autocast().plans[BACKWARD].steps
+    assert {s.dtype for s in steps if s.channel is Channel.REDUCE_SCATTER} == {"float32"}
+    assert {s.dtype for s in steps if s.channel is Channel.ALL_GATHER} == {"bfloat16"}
+
+
+# ------------------------------------------------------------------------------ peaks
+
+
+def at_depth(depth: int, graph: str) -> Plan:
+    gm = schedule_ahead(mlp().before("schedule_ahead", graph), depth=depth)
+    return emit_plan(
+        release_after_last_reader(gm),
+        name="test",
+        phase=Phase(graph),
+        world_size=2,
+        policy=str(depth),
+        buckets=mlp().buckets,
+    )
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_on_demand_holds_one_bucket_of_a_chain_at_a_time(graph):
+    plan = mlp(schedule="on_demand").plans[graph]
+    used = {s.bucket for s in plan.steps if s.kind is StepKind.ALL_GATHER_START}
+    largest = max(plan.buckets[b].gathered_bytes(torch.float32) for b in used)
+    assert plan.peak_gathered_bytes == largest
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_gathering_further_ahead_never_holds_less_and_never_more_than_everything(graph):
+    peaks = [at_depth(depth, graph).peak_gathered_bytes for depth in (0, 1, 2, 9)]
+    assert peaks == sorted(peaks)
+    gathered = [s.bytes for s in at_depth(0, graph).steps if s.kind is StepKind.ALL_GATHER_START]
+    assert peaks[0] < peaks[-1] == sum(gathered)
+
+
+def test_one_reduction_is_held_at_a_time():
+    plan = mlp().plans[BACKWARD]
+    assert plan.peak_reducing_bytes == max(b.reducing_bytes() for b in plan.buckets)
+
+
+def test_one_rank_alone_holds_nothing_that_moves():
+    for graph in GRAPHS:
+        plan = mlp(world_size=1).plans[graph]
+        assert (plan.peak_gathered_bytes, plan.peak_reducing_bytes) == (0, 0)
+
+
+def test_backward_ends_with_the_shards_of_all_gradients():
+    plan = mlp().plans[BACKWARD]
+    shards = sum(b.chunk * b.torch_dtype.itemsize for b in plan.buckets)
+    assert plan.steps[-1].gradient_bytes == shards
+
+
+@pytest.mark.parametrize("recorded", RECORDINGS)
+def test_no_step_holds_less_than_nothing(recorded):
+    for plan in recorded().plans.values():
+        for step in plan.steps:
+            assert min(step.gathered_bytes, step.reducing_bytes, step.gradient_bytes) >= 0
+
+
+def test_a_peak_is_at_least_its_parts_and_at_most_their_sum():
+    plan = gpt().plans[BACKWARD]
+    gradients = max(s.gradient_bytes for s in plan.steps)
+    parts = (plan.peak_gathered_bytes, plan.peak_reducing_bytes, gradients)
+    assert max(parts) <= plan.peak_bytes <= sum(parts)
+
+
+def test_a_graph_without_steps_has_an_empty_plan():
+    gm = mlp().before("bucket_gathers", FORWARD)
+    plan = emit_plan(
+        gm, name="n", phase=Phase.FORWARD, world_size=2, policy="p", buckets=mlp().buckets
+    )
+    assert plan.steps == ()
+    assert plan.peak_bytes == 0
+
+
+def test_a_plan_is_named_after_its_graph():
+    plan = mlp().plans[FORWARD]
+    assert (plan.name, plan.phase, plan.policy) == ("graph0.forward", "forward", "one_ahead")
+    assert plan.world_size == 2
+
+
+def test_bucket_number_is_read_from_every_scheduled_operator():
+    gm = mlp().scheduled(FORWARD)
+    node = next(n for n in gm.graph.nodes if n.target is ops.all_gather_start)
+    start = call_before(node, ops.all_gather_start, node.args[0], 7, torch.float32)
+    assert bucket_number(start) == 7

@@ -1,0 +1,130 @@
+"""options: what may stand in ``torch.compile(..., options={...})``."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from zero_compile.options import MiB, Options, parse
+from zero_runtime.errors import OptionError
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_nothing_needs_to_be_given(given):
+    options = parse(given)
+    assert options == Options()
+    assert (options.bucket_bytes, options.schedule, options.verify) == (16 * MiB, "one_ahead", True)
+    assert options.inductor == {}
+
+
+def test_every_option_can_be_given():
+    options = parse(
+        {
+            "bucket_bytes": 4096,
+            "schedule": "on_demand",
+            "verify": False,
+            "inductor": {"max_autotune": True},
+        }
+    )
+    assert options.bucket_bytes == 4096
+    assert options.schedule == "on_demand"
+    assert not options.verify
+    assert options.inductor == {"max_autotune": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bucket_byte", "bucket_bytes"),
+        ("bucket_size", "bucket_bytes"),
+        ("shedule", "schedule"),
+        ("Verify", "verify"),
+        ("inductor_config", "inductor"),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_names_the_nearest(name, meant):
+    with pytest.raises(OptionError, match=f"unknown option '{name}'. Did you mean '{meant}'?"):
+        parse({name: 1})
+
+
+def test_an_unknown_name_like_no_other_lists_them_all():
+    with pytest.raises(OptionError) as caught:
+        parse({"zzz": 1})
+    message = str(caught.value)
+    assert "Did you mean" not in message
+    assert message.endswith("Valid options: bucket_bytes, inductor, schedule, verify.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_bytes", "16"),
+        ("bucket_bytes", 1.5),
+        ("bucket_bytes", True),
+        ("bucket_bytes", None),
+        ("bucket_bytes", 0),
+        ("bucket_bytes", -1),
+        ("schedule", "two_ahead"),
+        ("schedule", 1),
+        ("verify", "yes"),
+        ("verify", 1),
+        ("inductor", [("max_autotune", True)]),
+        ("inductor", {1: True}),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_option_and_value(name, value):
+    with pytest.raises(OptionError, match=rf"option '{name}.*got ") as caught:
+        parse({name: value})
+    assert not isinstance(caught.value.__cause__, ValidationError), "one message, not two"
+
+
+def test_a_wrong_schedule_lists_the_right_ones():
+    with pytest.raises(OptionError, match="'one_ahead' or 'on_demand'"):
+        parse({"schedule": "two_ahead"})
+
+
+def test_an_option_error_is_a_value_error():
+    with pytest.raises(ValueError, match="unknown option"):
+        parse({"nope": 1})
+
+
+def test_options_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Options().bucket_bytes = 1
+
+
+def test_defaults_are_not_shared():
+    Options().inductor["max_autotune"] = True
+    assert Options().inductor == {}
+
+
+def test_what_the_user_gave_is_not_changed():
+    given = {"bucket_bytes": 4096}
+    parse(given)
+    assert given == {"bucket_bytes": 4096}
+
+
+def test_inductors_options_reach_inductor(fake_group):
+    seen = []
+    fake_group(1)
+    model = nn.Linear(4, 4, bias=False)
+    inductor = {"post_grad_custom_post_pass": lambda graph: seen.append(graph)}
+    compiled = torch.compile(model, backend="zero3", options={"inductor": inductor})
+    with torch.no_grad():
+        compiled(torch.randn(2, 4))
+    assert len(seen) == 1
+
+
+def test_an_unknown_option_of_inductor_is_an_error(fake_group):
+    fake_group(1)
+    options = {"inductor": {"max_autotunes": True}}
+    compiled = torch.compile(nn.Linear(4, 4), backend="zero3", options=options)
+    with torch.no_grad(), pytest.raises(Exception, match="max_autotunes"):
+        compiled(torch.randn(2, 4))
+
+
+def test_an_unknown_option_is_an_error_at_the_first_forward(fake_group):
+    fake_group(1)
+    compiled = torch.compile(nn.Linear(4, 4), backend="zero3", options={"bucket_byte": 1})
+    with torch.no_grad(), pytest.raises(Exception, match="Did you mean 'bucket_bytes'"):
+        compiled(torch.randn(2, 4))

@@ -1,0 +1,322 @@
+"""The rules that keep the source readable: who imports whom, what is private, how long, how named."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUNTIME = ROOT / "runtime" / "zero_runtime"
+COMPILER = ROOT / "zero_compile"
+PASSES = COMPILER / "passes"
+FOLDERS = (COMPILER, RUNTIME.parent, *(ROOT / n for n in ("tools", "bench", "examples", "tests")))
+
+#: What each layer must not import. Whoever is above it may import it, never the other way round.
+FORBIDDEN_IMPORTS: Mapping[Path, frozenset[str]] = {
+    RUNTIME: frozenset({"zero_compile", "tools", "bench", "examples", "tests"}),
+    COMPILER: frozenset({"tools", "bench", "examples", "tests"}),
+    ROOT / "tools": frozenset({"bench", "examples", "tests"}),
+}
+
+#: PyTorch's stable C++ interface, POSIX, Python and the standard library: no other header.
+ALLOWED_INCLUDE = re.compile(
+    r"torch/(csrc/stable|headeronly)/[\w/]+\.h|Python\.h|sys/\w+\.h|[a-z]\w*(\.h)?"
+)
+
+#: The one file that may use private names of torch, because they differ between its versions.
+COMPAT = RUNTIME / "compat.py"
+
+#: Private names that may stand elsewhere: the documented means to write tensor subclasses, and the
+#: type of an operator in a graph.
+ALLOWED_PRIVATE = frozenset(
+    {
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._disabled_torch_function_impl",
+        "torch._ops.OpOverload",
+        "torch.Tensor._make_wrapper_subclass",
+    }
+)
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+
+#: Files among the passes that hold what several passes share.
+PASS_HELPERS = frozenset({"__init__", "effects"})
+
+
+class Import(NamedTuple):
+    """``from module import name`` (``name`` empty for ``import module``), bound to ``alias``."""
+
+    module: str
+    name: str
+    alias: str
+    line: int
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def python_files(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def product_files() -> list[Path]:
+    return python_files(COMPILER, RUNTIME)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def module_name(path: Path) -> str:
+    base = RUNTIME.parent if path.is_relative_to(RUNTIME) else ROOT
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_in(path: Path, nodes: Iterator[ast.AST]) -> Iterator[Import]:
+    package = module_name(path).split(".")
+    if path.stem != "__init__":
+        package = package[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                bound = name.asname or name.name.split(".")[0]
+                yield Import(name.name, "", bound, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for name in node.names:
+                yield Import(module, name.name, name.asname or name.name, node.lineno)
+
+
+def all_imports(path: Path) -> list[Import]:
+    return list(imports_in(path, ast.walk(tree_of(path))))
+
+
+def run_at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Statements that run when a module is imported: no function bodies, no TYPE_CHECKING blocks."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from run_at_import(node.orelse)
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from run_at_import(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from run_at_import(handler.body)
+
+
+# ------------------------------------------------------------------------------ layers
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN_IMPORTS, ids=lambda path: path.name)
+def test_imports_run_one_way(layer: Path) -> None:
+    wrong = [
+        f"{place(path, found.line)} imports {found.target}"
+        for path in python_files(layer)
+        for found in all_imports(path)
+        if found.module.split(".")[0] in FORBIDDEN_IMPORTS[layer]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_csrc_includes_only_the_stable_interface_of_torch() -> None:
+    sources = [p for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cpp")]
+    assert sources
+    wrong = []
+    for path in sources:
+        for line, text in enumerate(path.read_text().splitlines(), start=1):
+            angled = re.match(r"\s*#\s*include\s*<([^>]+)>", text)
+            quoted = re.match(r'\s*#\s*include\s*"([^"]+)"', text)
+            if angled and not ALLOWED_INCLUDE.fullmatch(angled[1]):
+                wrong.append(f"{place(path, line)} includes <{angled[1]}>")
+            if quoted and not (path.parent / quoted[1]).is_file():
+                wrong.append(f'{place(path, line)} includes "{quoted[1]}", which is not its own')
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    modules = {module_name(path): path for path in product_files()}
+    needs: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = imports_in(path, run_at_import(tree_of(path).body))
+        targets = {i.target if i.target in modules else i.module for i in found}
+        needs[name] = (targets & modules.keys()) - {name}
+    try:
+        list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+# ------------------------------------------------------------------------------ torch
+
+
+def torch_aliases(path: Path) -> dict[str, str]:
+    """Local names for torch and things in it: ``{"torch": "torch", "nn": "torch.nn", ...}``."""
+    return {
+        found.alias: "torch" if found.alias == "torch" else found.target
+        for found in all_imports(path)
+        if found.target.split(".")[0] == "torch"
+    }
+
+
+def dotted(node: ast.AST, aliases: Mapping[str, str]) -> str | None:
+    """``nn.Module`` as ``torch.nn.Module``; None for what does not begin at a name of torch."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in aliases:
+        return None
+    return ".".join([aliases[node.id], *reversed(parts)])
+
+
+def changed_by(node: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that a node assigns, deletes or sets by name."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        yield node
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        yield ast.Attribute(node.args[0], "<by name>", ast.Store(), lineno=node.lineno)
+
+
+def replaced(path: Path) -> Iterator[str]:
+    """``file:line name`` for each attribute of torch that the file changes."""
+    aliases = torch_aliases(path)
+    for node in ast.walk(tree_of(path)):
+        for attribute in changed_by(node):
+            name = dotted(attribute, aliases)
+            if name:
+                yield f"{place(path, attribute.lineno)} {name}"
+
+
+def test_no_attribute_of_torch_is_replaced() -> None:
+    wrong = [line for path in product_files() for line in replaced(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name passes through a private one. Operators are public, however named."""
+    if name.startswith("torch.ops."):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_names(path: Path) -> set[str]:
+    """``file:line name`` for each private name of torch that the file uses and may not."""
+    aliases = torch_aliases(path)
+    imported = [(i.target, i.line) for i in all_imports(path) if i.module.split(".")[0] == "torch"]
+    # The outermost attribute of a chain holds the whole name; the inner ones are parts of it.
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+    inner = {id(node.value) for node in nodes}
+    used = [(dotted(n, aliases), n.lineno) for n in nodes if id(n) not in inner]
+    return {
+        f"{place(path, line)} {name}"
+        for name, line in [*imported, *used]
+        if name and is_private(name) and not _is_allowed(name)
+    }
+
+
+def _is_allowed(name: str) -> bool:
+    return any(name == allowed or name.startswith(allowed + ".") for allowed in ALLOWED_PRIVATE)
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    wrong = sorted(n for path in product_files() if path != COMPAT for n in private_names(path))
+    assert not wrong, f"move to {COMPAT.relative_to(ROOT)}:\n" + "\n".join(wrong)
+
+
+# ------------------------------------------------------------------------------ size
+
+
+def snapshot_lines(node: ast.AST) -> int:
+    """Lines of the texts that a test passes to a call to compare with: data, not code."""
+    texts = (
+        argument
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    )
+    return sum((text.end_lineno or text.lineno) - text.lineno for text in texts)
+
+
+def test_functions_are_short() -> None:
+    wrong = []
+    for path in python_files(*FOLDERS):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1 - snapshot_lines(node)
+                if length > MAX_FUNCTION_LINES:
+                    wrong.append(f"{place(path, node.lineno)} {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_are_short() -> None:
+    lengths = {
+        path: len(path.read_text().splitlines())
+        for path in [*python_files(*FOLDERS), *(ROOT / "csrc").rglob("*.*")]
+    }
+    for path in python_files(*FOLDERS):
+        lengths[path] -= snapshot_lines(tree_of(path))
+    wrong = [f"{place(p, 1)} has {n} lines" for p, n in lengths.items() if n > MAX_FILE_LINES]
+    assert not wrong, "\n".join(wrong)
+
+
+# ------------------------------------------------------------------------------ names and docstrings
+
+
+def pass_names() -> list[str]:
+    return sorted({path.stem for path in PASSES.glob("*.py")} - PASS_HELPERS)
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_a_pass_is_named_like_its_file(name: str) -> None:
+    functions = [n for n in tree_of(PASSES / f"{name}.py").body if isinstance(n, ast.FunctionDef)]
+    assert name in [function.name for function in functions]
+
+
+@pytest.mark.parametrize("name", pass_names())
+def test_a_pass_has_a_test_file_named_like_it(name: str) -> None:
+    assert (ROOT / "tests" / f"test_{name}.py").is_file()
+
+
+def public_definitions(
+    path: Path,
+) -> Iterator[ast.AsyncFunctionDef | ast.FunctionDef | ast.ClassDef]:
+    """Public functions and classes of a module, and the public methods of its public classes."""
+    pending: list[ast.stmt] = list(tree_of(path).body)
+    while pending:
+        node = pending.pop()
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if isinstance(node, kinds) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                pending += node.body
+
+
+def test_whatever_is_public_has_a_docstring() -> None:
+    """A name that a module defines several times (an interface and its forms) needs one of them."""
+    wrong = []
+    for path in product_files():
+        if not ast.get_docstring(tree_of(path)):
+            wrong.append(f"{place(path, 1)} the module")
+        definitions = list(public_definitions(path))
+        explained = {node.name for node in definitions if ast.get_docstring(node)}
+        wrong += [
+            f"{place(path, n.lineno)} {n.name}" for n in definitions if n.name not in explained
+        ]
+    assert not wrong, "\n".join(wrong)
