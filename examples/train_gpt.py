@@ -9,6 +9,7 @@ one process the same script trains the whole model.
 
 import argparse
 import os
+import resource
 import sysconfig
 import time
 from collections.abc import Callable
@@ -148,9 +149,12 @@ def share_progress(loss: Tensor, elapsed: float) -> tuple[float, float]:
     return shared[0].item(), shared[1].item()
 
 
-def held_bytes(model: nn.Module) -> int:
-    """What this rank really stores of the parameters: `p.shape` speaks of the whole parameter."""
-    return sum(p.untyped_storage().nbytes() for p in model.parameters())
+def held_bytes() -> int:
+    """The memory this process occupies, interpreter and libraries included (Linux; elsewhere the peak)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ---- training
@@ -215,7 +219,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     def step(index: int) -> Tensor:
         return train_step(model, optimizer, *batches.part(index, rank, world))
 
-    losses, speed = run_steps(config, step, lambda: held_bytes(model))
+    losses, speed = run_steps(config, step, held_bytes)
     return TrainingResult(model, optimizer, losses, speed)
 
 

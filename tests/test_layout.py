@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_compile.layout import Use, group_uses, plan_bucket
+from zero_compile.layout import MiB, Use, default_bucket_bytes, group_uses, plan_bucket
 from zero_runtime.plan import ALIGNMENT
 
 
@@ -89,6 +89,22 @@ def test_buckets_are_ordered_by_their_first_use():
 
 def test_nothing_to_group():
     assert group_uses([], 400) == []
+    assert group_uses([], None) == []
+
+
+@pytest.mark.parametrize(
+    ("total", "bucket_bytes"),
+    [(0, MiB), (MiB, MiB), (64 * MiB, 4 * MiB), (10_000 * MiB, 16 * MiB)],
+)
+def test_buckets_are_a_sixteenth_of_the_whole_within_limits(total, bucket_bytes):
+    uses = [use(i, total // 16) for i in range(4)]
+    assert default_bucket_bytes(uses) == bucket_bytes
+
+
+def test_without_a_size_the_default_is_taken():
+    uses = [use(i, MiB) for i in range(16)]
+    assert group_uses(uses, None) == group_uses(uses, 4 * MiB)
+    assert len(group_uses(uses, None)) == 16
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zero_compile.options import MiB, Options, parse
+from zero_compile.options import Options, parse
 from zero_runtime.errors import OptionError
 
 
@@ -13,7 +13,7 @@ from zero_runtime.errors import OptionError
 def test_nothing_needs_to_be_given(given):
     options = parse(given)
     assert options == Options()
-    assert (options.bucket_bytes, options.schedule, options.verify) == (16 * MiB, "one_ahead", True)
+    assert (options.bucket_bytes, options.schedule, options.verify) == (None, "one_ahead", True)
     assert options.inductor == {}
 
 
@@ -61,7 +61,6 @@ def test_an_unknown_name_like_no_other_lists_them_all():
         ("bucket_bytes", "16"),
         ("bucket_bytes", 1.5),
         ("bucket_bytes", True),
-        ("bucket_bytes", None),
         ("bucket_bytes", 0),
         ("bucket_bytes", -1),
         ("schedule", "two_ahead"),

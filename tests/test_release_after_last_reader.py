@@ -3,7 +3,8 @@
 import pytest
 import torch
 from expecttest import TestCase
-from graphs import BACKWARD, FORWARD, INFERENCE, gpt, index, lowered, mlp, snapshot, text
+from graphs import BACKWARD, FORWARD, INFERENCE, gpt, index, lowered, mlp, record, snapshot, text
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls
@@ -202,6 +203,25 @@ def test_a_matmul_reads_from_memory_through_a_view_too():
 
     gm = lowered(function, P, X)
     assert release_of(gm).prev is calls(gm.graph, mm)[0]
+
+
+def test_what_backward_holds_does_not_grow_with_depth():
+    """Each block's norm weight feeds the gradient of the residual stream, which never ends."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def peak(depth: int) -> int:
+        model = nn.Sequential(*(Block() for _ in range(depth)))
+        recording = record(model, torch.randn(2, 4, 16), bucket_bytes=4096)
+        return recording.plans[BACKWARD].peak_gathered_bytes
+
+    assert peak(6) == peak(3)
 
 
 def test_a_returned_parameter_is_released_after_it_was_copied():

@@ -1019,6 +1019,7 @@ reduce_scatter_start_default_4 = zero3.reduce_scatter_start([sum_10, sum_9, mm_9
 permute_5 = aten.permute(as_strided_default_5, [1, 0])  # recompute
 permute_23 = aten.permute(permute_5, [1, 0])  # recompute
 mm_10 = aten.mm(view_25, permute_23)
+release_default_3 = zero3.release(all_gather_wait_default_3, channel_default, 2, float32)
 view_26 = aten.view(mm_10, [2, 4, 16])
 view_27 = aten.view(view_26, [2, 4, 2, 8])
 permute_25 = aten.permute(view_27, [0, 2, 1, 3])
@@ -1072,7 +1073,6 @@ _unsafe_masked_index_put_accumulate = aten._unsafe_masked_index_put_accumulate(f
 add_11 = aten.add.Tensor(mm_3, _unsafe_masked_index_put_accumulate)
 reduce_scatter_wait_default_5 = zero3.reduce_scatter_wait(reduce_scatter_start_default_5, channel_default, 1, 384, float32, cpu)
 reduce_scatter_start_default_6 = zero3.reduce_scatter_start([sum_14, sum_13, add_11], channel_default, 0, [2, 1, 0])
-release_default_3 = zero3.release(all_gather_wait_default_3, channel_default, 2, float32)
 release_default = zero3.release(all_gather_wait_default, channel_default, 0, float32)
 reduce_scatter_wait_default_6 = zero3.reduce_scatter_wait(reduce_scatter_start_default_6, channel_default, 0, 288, float32, cpu)
 return [reduce_scatter_wait_default_6, None, reduce_scatter_wait_default_6, reduce_scatter_wait_default_6, reduce_scatter_wait_default_5, reduce_scatter_wait_default_4, reduce_scatter_wait_default_4, reduce_scatter_wait_default_4, reduce_scatter_wait_default_3, reduce_scatter_wait_default_2, reduce_scatter_wait_default_1, reduce_scatter_wait_default]
@@ -1239,13 +1239,13 @@ all_gather_start 1 float32 before mul_17: moves 3072, holds 6656 + 512 + 4352
 all_gather_wait 2 float32 before mul_17: moves 1280, holds 6656 + 512 + 4352
 reduce_scatter_wait 4 float32 before permute_5: moves 256, holds 6656 + 512 + 5504
 reduce_scatter_start 2 float32 before permute_5: moves 1280, holds 6656 + 2560 + 6144
-reduce_scatter_wait 2 float32 before permute: moves 1280, holds 6656 + 2560 + 8064
-reduce_scatter_start 1 float32 before permute: moves 3072, holds 6656 + 6144 + 9600
-all_gather_wait 1 float32 before permute: moves 3072, holds 6656 + 6144 + 6528
-release 1 float32 before view_32: moves 3072, holds 6656 + 6144 + 6528
-reduce_scatter_wait 1 float32 before output: moves 3072, holds 3584 + 6144 + 8704
-reduce_scatter_start 0 float32 before output: moves 2304, holds 3584 + 4608 + 9856
-release 2 float32 before output: moves 1280, holds 3584 + 4608 + 7680
+release 2 float32 before view_26: moves 1280, holds 6656 + 2560 + 4992
+reduce_scatter_wait 2 float32 before permute: moves 1280, holds 5376 + 2560 + 8064
+reduce_scatter_start 1 float32 before permute: moves 3072, holds 5376 + 6144 + 9600
+all_gather_wait 1 float32 before permute: moves 3072, holds 5376 + 6144 + 6528
+release 1 float32 before view_32: moves 3072, holds 5376 + 6144 + 6528
+reduce_scatter_wait 1 float32 before output: moves 3072, holds 2304 + 6144 + 8704
+reduce_scatter_start 0 float32 before output: moves 2304, holds 2304 + 4608 + 9856
 release 0 float32 before output: moves 2304, holds 2304 + 4608 + 7680
 reduce_scatter_wait 0 float32 before output: moves 2304, holds 0 + 4608 + 7680
 """,

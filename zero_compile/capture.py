@@ -49,7 +49,7 @@ class Capture:
         """The plans of the graph's buckets."""
         return [bucket.plan for bucket in self.buckets]
 
-    def lay_out(self, gm: GraphModule, bucket_bytes: int) -> None:
+    def lay_out(self, gm: GraphModule, bucket_bytes: int | None) -> None:
         """Give every parameter that the graph gathers a bucket, and number the buckets. Idempotent."""
         gathers = [g for g in _by_first_use(gm) if parameter_number(g) not in self.places]
         fresh = [g for g in gathers if not self.entries[parameter_number(g)].placed]

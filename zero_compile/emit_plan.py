@@ -37,9 +37,10 @@ def emit_plan(
     """The graph's steps in order, with the bytes each moves and what is held while it runs."""
     ledger = _Ledger(buckets)
     steps: list[Step] = []
-    gradients = {g for node in gm.graph.nodes for g in _gradients(node)}
     for node in gm.graph.nodes:
-        if node in gradients:
+        ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
+    for node in gm.graph.nodes:
+        if node in ledger.last_reader:
             ledger.gradients += _nbytes(node)
         if node.target in _KINDS:
             steps.append(_step(len(steps), node, ledger))
@@ -52,6 +53,8 @@ class _Ledger:
     def __init__(self, buckets: Sequence[BucketPlan]) -> None:
         self.buckets = buckets
         self.gathered = self.reducing = self.gradients = 0
+        self.last_reader: dict[Node, Node] = {}
+        """Each whole gradient and the reduction after which it is free."""
 
     def open(self, kind: StepKind, bucket: BucketPlan, dtype: str) -> None:
         """What the step needs before it can run."""
@@ -66,7 +69,8 @@ class _Ledger:
         if kind is StepKind.RELEASE:
             self.gathered -= bucket.gathered_bytes(dtype_of(dtype))
         if kind is StepKind.REDUCE_SCATTER_START:
-            self.gradients -= sum(_nbytes(g) for g in _gradients(node))
+            free = {g for g in _gradients(node) if self.last_reader[g] is node}
+            self.gradients -= sum(_nbytes(g) for g in free)
         if kind is StepKind.REDUCE_SCATTER_WAIT:
             self.reducing -= bucket.reducing_bytes()
 

@@ -1,5 +1,6 @@
 """Questions that several passes ask of an FX graph."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,9 @@ def output_node(graph: Graph) -> Node:
 def is_view(node: Node) -> bool:
     """Whether the node's result shares memory with its first argument (or may, once lowered)."""
     target = node.target
+    if target is operator.getitem:  # a part of what chunk, split or unbind return
+        source = node.all_input_nodes[0]
+        return is_view(source)
     if not isinstance(target, torch._ops.OpOverload) or ops.all_gather_wait is target:
         return False
     if target in _COPIES_THAT_MAY_VANISH:
@@ -94,13 +98,28 @@ def _delayed_until(node: Node, last: dict[Node, Node], order: dict[Node, int]) -
                 return  # later users read the result from memory
         else:
             yield last[user]
+            if is_view(user) and not is_view(node) and _realized_through(user):
+                return
+
+
+def _realized_through(view: Node) -> bool:
+    """Whether a kernel reads the memory behind a view, which puts it there."""
+    return any(
+        _realized_through(u)
+        if is_view(u)
+        else compat.realizes_inputs(u.target) and not is_delayed(u)
+        for u in view.users
+        if u.op != "output"
+    )
 
 
 def is_delayed(node: Node) -> bool:
     """Whether Inductor may fuse the node into its users instead of executing it in place."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function":
         return False
     if is_view(node):
         return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
     return target.namespace in ("aten", "prims") and not compat.is_kernel(target)

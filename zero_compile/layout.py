@@ -40,8 +40,12 @@ class Use(NamedTuple):
 _SLACK = 1.125
 
 
-def group_uses(uses: Iterable[Use], bucket_bytes: int) -> list[list[Use]]:
+MiB = 1 << 20
+
+
+def group_uses(uses: Sequence[Use], bucket_bytes: int | None) -> list[list[Use]]:
     """Groups of uses, one a bucket, ordered by first use. Frozen and trainable never mix."""
+    bucket_bytes = bucket_bytes or default_bucket_bytes(uses)
     groups: list[list[Use]] = []
     open_groups: dict[object, list[Use]] = {}
     for use in uses:
@@ -62,6 +66,15 @@ def plan_bucket(group: Sequence[Use], world_size: int) -> BucketPlan:
     chunk = _round_up(-(-offset // world_size), ALIGNMENT)
     first = group[0]
     return BucketPlan(dtype_name(first.dtype), str(first.device), world_size, chunk, tuple(slots))
+
+
+def default_bucket_bytes(uses: Iterable[Use]) -> int:
+    """A sixteenth of the whole, so that two buckets at once stay a small part of it.
+
+    Below 1 MiB a message costs its latency; above 16 MiB bandwidth no longer grows.
+    """
+    total = sum(use.gathered_bytes for use in uses)
+    return min(max(total // 16, MiB), 16 * MiB)
 
 
 def _full(group: Sequence[Use], use: Use, bucket_bytes: int) -> bool:

@@ -8,16 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero_runtime.errors import OptionError
 
-MiB = 1 << 20
-
 
 class Options(BaseModel):
     """How a zero backend compiles. Frozen; every field has a default that needs no thought."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    bucket_bytes: int = Field(default=16 * MiB, gt=0)
-    """Gathered bytes one collective should move. A larger parameter gets a bucket of its own."""
+    bucket_bytes: int | None = Field(default=None, gt=0)
+    """Gathered bytes one collective should move; a larger parameter gets a bucket of its own.
+
+    None: a sixteenth of what the graph gathers, at least 1 MiB and at most 16 MiB.
+    """
 
     schedule: Literal["one_ahead", "on_demand"] = "one_ahead"
     """``one_ahead`` gathers the next bucket while one is used; ``on_demand`` saves that memory."""

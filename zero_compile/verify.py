@@ -46,14 +46,15 @@ def verify_scheduled(gm: GraphModule) -> None:
         wait = _only_wait(start, ops.all_gather_wait)
         releases = [u for u in wait.users if u.target is ops.release]
         _require(len(releases) == 1, f"{wait.name} is released {len(releases)} times")
-        late = [r.name for r in readers(wait) if order[r] > order[releases[0]]]
-        _require(not late, f"{late} read {wait.name} after its release")
+        _require(order[start] < order[wait], f"{wait.name} stands before {start.name}")
         output = output_node(gm.graph)
         _require(
             output not in wait.users
             and not any(output in r.users for r in readers(wait) if is_view(r)),
             f"{wait.name} leaves the graph without being copied",
         )
+        late = [r.name for r in readers(wait) if order[r] > order[releases[0]]]
+        _require(not late, f"{late} read {wait.name} after its release")
     for start in calls(gm.graph, ops.reduce_scatter_start):
         wait = _only_wait(start, ops.reduce_scatter_wait)
         _require(order[start] < order[wait], f"{wait.name} stands before {start.name}")

@@ -52,9 +52,9 @@ class Executor:
         self._buckets = tuple(buckets)
         self._compiled = compiled
         self._gradients = gradients
-        self._expected = [(step.kind, step.bucket) for step in plan.steps]
+        self._expected = [(s.kind, s.bucket) for s in plan.steps if s.kind not in _WAITS]
         self._cursor = 0
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[tuple[StepKind, int], Flight] = {}
         self._gathered = 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -74,14 +74,14 @@ class Executor:
     def start_gather(self, bucket: int, dtype: torch.dtype) -> None:
         """Start filling a buffer with the bucket, in ``dtype``."""
         self._advance(StepKind.ALL_GATHER_START, bucket)
-        self._flights[bucket] = self._buckets[bucket].start_gather(dtype)
+        step = (StepKind.ALL_GATHER_START, bucket)
+        self._flights[step] = self._buckets[bucket].start_gather(dtype)
         self._gathered += self._buckets[bucket].plan.gathered_bytes(dtype)
         self.session.gathered_peak = max(self.session.gathered_peak, self._gathered)
 
     def finish_gather(self, bucket: int) -> torch.Tensor:
         """The gathered bucket, flat, once it has arrived."""
-        self._advance(StepKind.ALL_GATHER_WAIT, bucket)
-        return self._flights.pop(bucket).land()
+        return self._land(StepKind.ALL_GATHER_WAIT, bucket)
 
     def release(self, bucket: int, dtype: torch.dtype) -> None:
         """Count the bucket's buffer as free; its memory returns when the graph drops it, which is next."""
@@ -94,14 +94,13 @@ class Executor:
         """Start averaging whole gradients of some of the bucket's slots."""
         self._advance(StepKind.REDUCE_SCATTER_START, bucket)
         places = self._buckets[bucket].plan.slots
-        self._flights[bucket] = self._buckets[bucket].start_reduce(
+        self._flights[StepKind.REDUCE_SCATTER_START, bucket] = self._buckets[bucket].start_reduce(
             [places[i] for i in slots], gradients
         )
 
     def finish_reduce(self, bucket: int) -> torch.Tensor:
         """This rank's part of the averaged bucket, flat, once it is complete."""
-        self._advance(StepKind.REDUCE_SCATTER_WAIT, bucket)
-        return self._flights.pop(bucket).land()
+        return self._land(StepKind.REDUCE_SCATTER_WAIT, bucket)
 
     # -------------------------------------------------------------- order
 
@@ -114,7 +113,17 @@ class Executor:
             )
         self._cursor += 1
 
+    def _land(self, kind: StepKind, bucket: int) -> torch.Tensor:
+        """Two waits between the same starts may change places; a wait before its start may not."""
+        flight = self._flights.pop((_WAITS[kind], bucket), None)
+        if flight is None:
+            raise PlanError(f"{self.plan.name}: {_say((kind, bucket))} ran before its start")
+        return flight.land()
+
     def _finish(self) -> None:
+        if self._flights:
+            late = ", ".join(_say(step) for step in self._flights)
+            raise PlanError(f"{self.plan.name}: {late} was never waited for")
         if self._cursor != len(self._expected):
             raise PlanError(
                 f"{self.plan.name}: {self._cursor} of {len(self._expected)} planned steps ran; next "
@@ -132,6 +141,13 @@ class Executor:
             local = place.bucket.local(place.slot, result[position])
             result[position] = ShardedGradient(local, place)
         return result
+
+
+#: Each wait and the start it waits for.
+_WAITS = {
+    StepKind.ALL_GATHER_WAIT: StepKind.ALL_GATHER_START,
+    StepKind.REDUCE_SCATTER_WAIT: StepKind.REDUCE_SCATTER_START,
+}
 
 
 def _say(step: tuple[StepKind, int] | None) -> str:
