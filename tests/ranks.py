@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 
 _SECONDS = 240
-#: Inherited by the ranks before they import torch: one thread each, loopback only.
+#: Inherited by the ranks before they import torch: one thread each, loopback only, and an allocator
+#: that returns freed memory, so that resident memory shows what is held and not what was.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
 }
 _pools: dict[int, "Pool"] = {}
 

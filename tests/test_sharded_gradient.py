@@ -1,0 +1,211 @@
+"""``p.grad`` after backward: partitioned, of logical shape, and at home in stock code."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+from training import mean_over_ranks, mine
+
+from zero_runtime.errors import UnsupportedError
+from zero_runtime.gradient import ShardedGradient
+
+
+def _pair(loss_scale: float = 1.0) -> tuple[nn.Module, nn.Module]:
+    """(partitioned, unsharded) after one backward each, on the same global batch."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
+    model = copy.deepcopy(reference)
+    x = torch.randn(12, 7)
+    (local,) = mine((x,))
+    (loss_scale * torch.compile(model, backend="zero3")(local).square().mean()).backward()
+    (loss_scale * reference(x).square().mean()).backward()
+    return model, reference
+
+
+def _readings(gradient: torch.Tensor) -> dict[str, float]:
+    """What a script may read off a gradient."""
+    return {
+        "norm": float(gradient.norm()),
+        "norm1": float(gradient.norm(1)),
+        "norm_inf": float(gradient.norm(math.inf)),
+        "vector_norm": float(torch.linalg.vector_norm(gradient, 3)),
+        "sum": float(gradient.sum()),
+        "mean": float(gradient.mean()),
+        "max": float(gradient.max()),
+        "abs_max": float(gradient.abs().max()),
+        "min": float(gradient.min()),
+        "squares": float((gradient * gradient).sum()),
+        "scaled": float((2 * gradient + 1).sum()),
+        "any": float((gradient > 0).any()),
+        "all_finite": float(torch.isfinite(gradient).all()),
+        "nan": float(torch.isnan(gradient).any()),
+    }
+
+
+def _all_readings() -> list[tuple[dict[str, float], dict[str, float]]]:
+    model, reference = _pair()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return [(_readings(p.grad), _readings(q.grad)) for p, q in pairs]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_are_completed_over_the_ranks(size: int) -> None:
+    for readings in ranks.run(size, _all_readings):
+        for found, expected in readings:
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def _clip_by_norm(parameters: Any) -> float:
+    return float(nn.utils.clip_grad_norm_(parameters, 0.01))
+
+
+def _clip_inf(parameters: Any) -> float:
+    return float(nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=math.inf))
+
+
+def _clip_by_value(parameters: Any) -> None:
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+
+
+def _by_hand(parameters: Any) -> None:
+    for p in parameters:
+        p.grad.mul_(0.5).add_(p.detach(), alpha=0.1)
+        p.grad /= 3
+        p.grad = p.grad.clone() + 1e-3
+
+
+def _edited(edit: Callable[[Any], Any]) -> tuple[Any, Any, float]:
+    model, reference = _pair()
+    returned = edit(list(model.parameters())), edit(list(reference.parameters()))
+    gaps = [
+        float((p.grad.full_tensor() - q.grad).abs().max())  # type: ignore[union-attr]
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    return *returned, max(gaps)
+
+
+@pytest.mark.parametrize("edit", [_clip_by_norm, _clip_inf, _clip_by_value, _by_hand])
+def test_stock_and_hand_written_edits(edit: Callable[[Any], Any]) -> None:
+    for ours, theirs, gap in ranks.run(2, _edited, edit):
+        assert gap < 1e-6
+        if theirs is not None:
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def _loop_facts() -> dict[str, Any]:
+    model, _ = _pair()
+    parameters = list(model.parameters())
+    facts: dict[str, Any] = {"kinds": {type(p.grad).__name__ for p in parameters}}
+    facts["shapes"] = all(p.grad.shape == p.shape for p in parameters)  # type: ignore[union-attr]
+    facts["elements"] = sum(p.grad.local.numel() for p in parameters)  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.zero_grad(set_to_none=False)
+    facts["zeroed"] = float(sum(p.grad.abs().sum() for p in parameters))  # type: ignore[misc,union-attr]
+    optimizer.zero_grad()
+    facts["none"] = all(p.grad is None for p in parameters)
+    return facts
+
+
+def test_shape_zero_grad_and_none() -> None:
+    results = ranks.run(2, _loop_facts)
+    assert sum(r["elements"] for r in results) == 7 * 33 + 33 + 33 * 5 + 5
+    for facts in results:
+        assert facts["kinds"] == {"ShardedGradient"}
+        assert facts["shapes"]
+        assert facts["zeroed"] == 0
+        assert facts["none"]
+
+
+def _accumulated() -> float:
+    """Three backwards before a step add up."""
+    torch.manual_seed(0)
+    reference = nn.Linear(7, 5)
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, backend="zero3")
+    for _ in range(3):
+        x = torch.randn(4, 7)
+        compiled(*mine((x,))).square().mean().backward()
+        reference(x).square().mean().backward()
+    assert model.weight.grad is not None
+    assert reference.weight.grad is not None
+    return float((model.weight.grad.full_tensor() - reference.weight.grad).abs().max())  # type: ignore[attr-defined]
+
+
+def test_gradients_accumulate() -> None:
+    assert max(ranks.run(2, _accumulated)) < 1e-6
+
+
+def _scaler(overflow_rank: int | None) -> tuple[float, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    compiled = torch.compile(model, backend="zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    x = torch.randn(4, 7)
+    compiled(x)
+    before = model.weight.detach().clone()
+    scaler.scale(compiled(x).square().mean()).backward()
+    if torch.distributed.get_rank() == overflow_rank:
+        for p in model.parameters():  # one of them lies wholly on the other rank
+            p.grad.local.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), bool((model.weight.detach() != before).any())
+
+
+def test_grad_scaler_skips_on_all_ranks_when_one_overflows() -> None:
+    assert ranks.run(2, _scaler, None) == [(4.0, True)] * 2
+    assert ranks.run(2, _scaler, 1) == [(2.0, False)] * 2
+
+
+def _one_collective_a_clip() -> int:
+    model, _ = _pair()
+    events = []
+    with torch.profiler.profile() as profile:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    events = [
+        e for e in profile.events() if "c10d::allreduce_" in e.name or "gloo:all_reduce" in e.name
+    ]
+    return len({e.name for e in events}) and sum(e.name == events[0].name for e in events)
+
+
+def test_clipping_costs_one_collective() -> None:
+    assert ranks.run(2, _one_collective_a_clip) == [1, 1]
+
+
+def _gradient() -> ShardedGradient:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    torch.compile(model, backend="zero3")(torch.randn(2, 4)).sum().backward()
+    assert isinstance(model.weight.grad, ShardedGradient)
+    return model.weight.grad
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda g: g @ g.t(),
+        lambda g: g.sum(dim=0),
+        lambda g: g[0],
+        lambda g: g.topk(2),
+        lambda g: torch.linalg.svd(g),
+        lambda g: g + torch.ones(4),
+        lambda g: g.norm(dim=1),
+    ],
+)
+def test_what_is_not_supported_says_so_and_what_to_call(operation: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="full_tensor"):
+        operation(_gradient())
+
+
+def test_printing_a_gradient_names_it() -> None:
+    assert "weight" in repr(_gradient())
+
+
+def test_the_mean_over_ranks_of_one_rank_is_itself() -> None:
+    assert mean_over_ranks(torch.tensor(3.0)) == 3.0

@@ -1,0 +1,1 @@
+"""Command-line tools: they import everything below, nothing imports them."""
