@@ -16,6 +16,7 @@ from zero_compile.capture import Capture
 from zero_compile.emit_plan import emit_plan
 from zero_compile.fx_graph import output_node, parameter_number
 from zero_compile.options import Options, parse
+from zero_compile.refusals import refuse_torch_version
 from zero_runtime import compat, ops
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.executor import Executor
@@ -38,9 +39,10 @@ def zero3(
         GroupError: several ranks were launched and no process group was initialised.
         UnsupportedError: the graph does something that cannot be right on partitioned parameters.
     """
+    refuse_torch_version()
     settings = parse(options)
     patches = {**compat.mode_patches(mode), **settings.inductor}
-    capture = Capture.of(gm, example_inputs)
+    capture = Capture.of(gm, example_inputs, settings.bucket_bytes)
     if not capture.entries:
         return compat.compile_fx(gm, example_inputs, config_patches=patches)
     HOOKS.install()

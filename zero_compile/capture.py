@@ -1,18 +1,23 @@
 """One Dynamo graph on its way through the compiler: its parameters, their session and buckets."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import Use, group_uses, plan_bucket
 from zero_compile.passes.sink_casts import narrow_dtype
-from zero_runtime import ops
+from zero_compile.refusals import refuse_in_graph, refuse_parameter
+from zero_compile.root import find_root, parameter_names
+from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
-from zero_runtime.collectives import current_group
+from zero_runtime.collectives import ALONE, current_group
+from zero_runtime.errors import UnsupportedError
 from zero_runtime.plan import BucketPlan
 from zero_runtime.session import Entry, Session, session_of
 
@@ -34,15 +39,28 @@ class Capture:
         """Parameter number to (bucket, slot)."""
 
     @staticmethod
-    def of(gm: GraphModule, example_inputs: Sequence[Any]) -> "Capture":
-        """Claim the parameters among a Dynamo graph's inputs."""
-        found = [(i, p) for i, p in enumerate(example_inputs) if isinstance(p, nn.Parameter)]
-        owners = (session_of(p) for _, p in found)
-        session = next((s for s in owners if s is not None), None) or Session(current_group())
-        names = [_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-        entries = [(session_of(p) or session).claim(names[i], p) for i, p in found]
-        parameters = {position: number for number, (position, _) in enumerate(found)}
-        return Capture(session, parameters, entries, f"graph{len(session.plans)}")
+    def of(gm: GraphModule, example_inputs: Sequence[Any], bucket_bytes: int | None) -> "Capture":
+        """Claim the parameters among a Dynamo graph's inputs, and watch over the rest of their model.
+
+        Raises:
+            UnsupportedError: a parameter, or what the graph does to one, cannot be partitioned.
+        """
+        nodes = list(gm.graph.find_nodes(op="placeholder"))
+        found = {
+            n: p for n, p in zip(nodes, example_inputs, strict=True) if isinstance(p, nn.Parameter)
+        }
+        if not found:
+            return Capture(Session(ALONE, lay_out_rest), {}, [], "")
+        root = find_root(list(found.values()))
+        named = {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
+        names = {node: named.get(id(p)) or _name(node) for node, p in found.items()}
+        refuse_in_graph(gm, names)
+        session = _session_for(found.values(), bucket_bytes)
+        entries = [_claim(session, names[node], p) for node, p in found.items()]
+        if root is not None:
+            session.guard(_others(session, root, set(map(id, found.values()))))
+        numbers = {nodes.index(node): number for number, node in enumerate(found)}
+        return Capture(session, numbers, entries, f"graph{len(session.plans)}")
 
     @property
     def bucket_plans(self) -> list[BucketPlan]:
@@ -53,7 +71,12 @@ class Capture:
         """Give every parameter that the graph gathers a bucket, and number the buckets. Idempotent."""
         gathers = [g for g in _by_first_use(gm) if parameter_number(g) not in self.places]
         fresh = [g for g in gathers if not self.entries[parameter_number(g)].placed]
-        for group in group_uses([self._use(g) for g in fresh], bucket_bytes):
+        uses = [
+            _use(number, self.entries[number], narrow_dtype(g))
+            for g in fresh
+            for number in [parameter_number(g)]
+        ]
+        for group in group_uses(uses, bucket_bytes):
             bucket = Bucket(plan_bucket(group, self.session.group.world_size), self.session.group)
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
@@ -65,22 +88,63 @@ class Capture:
             self.buckets.append(bucket)
         self.places[parameter] = (self.buckets.index(bucket), bucket.plan.slots.index(slot))
 
-    def _use(self, gather: Node) -> Use:
-        number = parameter_number(gather)
-        entry = self.entries[number]
-        parameter = entry.parameter
-        assert parameter is not None
-        return Use(
-            number,
-            entry.name,
-            tuple(parameter.shape),
-            parameter.stride(),
-            parameter.numel(),
-            parameter.dtype,
-            narrow_dtype(gather) or parameter.dtype,
-            parameter.device,
-            parameter.requires_grad,
+
+def _session_for(parameters: Iterable[nn.Parameter], bucket_bytes: int | None) -> Session:
+    owners = (session_of(p) for p in parameters)
+    known = next((s for s in owners if s is not None), None)
+    return known or Session(current_group(), partial(lay_out_rest, bucket_bytes=bucket_bytes))
+
+
+def _claim(session: Session, name: str, parameter: nn.Parameter) -> Entry:
+    owner = session_of(parameter)
+    if owner is not None:
+        return owner.claim(name, parameter)
+    refuse_parameter(name, parameter)
+    if compat.autograd_holds(parameter):
+        raise UnsupportedError(
+            f"{name} is part of an autograd graph that was made before the compiled model first ran. If "
+            "code that is not compiled uses it earlier in the same forward, run the model once under "
+            "torch.no_grad() before training: later uses then gather it. If an earlier loss is still "
+            "referenced, drop it (del loss)."
         )
+    return session.claim(name, parameter)
+
+
+def _others(session: Session, root: nn.Module, claimed: set[int]) -> Iterator[Entry]:
+    """Ordinary parameters of the model that this graph does not use."""
+    for name, parameter in parameter_names(root).items():
+        if (
+            id(parameter) not in claimed
+            and type(parameter) is nn.Parameter
+            and not parameter.is_meta
+        ):
+            yield _claim(session, name, parameter)
+
+
+def lay_out_rest(
+    entries: Sequence[Entry], world_size: int, *, bucket_bytes: int | None = None
+) -> Iterator[tuple[BucketPlan, list[Entry]]]:
+    """Buckets for parameters that no graph has used, in the order of the model."""
+    alive = [(number, e) for number, e in enumerate(entries) if e.parameter is not None]
+    uses = [_use(number, entry) for number, entry in alive]
+    for group in group_uses(uses, bucket_bytes):
+        yield plan_bucket(group, world_size), [entries[use.number] for use in group]
+
+
+def _use(number: int, entry: Entry, gather_dtype: torch.dtype | None = None) -> Use:
+    parameter = entry.parameter
+    assert parameter is not None
+    return Use(
+        number,
+        entry.name,
+        tuple(parameter.shape),
+        parameter.stride(),
+        parameter.numel(),
+        parameter.dtype,
+        gather_dtype or parameter.dtype,
+        parameter.device,
+        parameter.requires_grad,
+    )
 
 
 def _by_first_use(gm: GraphModule) -> list[Node]:

@@ -167,6 +167,10 @@ class Group:
         return value
 
 
+#: One rank and nobody else.
+ALONE = Group(None, 0, 1)
+
+
 def current_group() -> Group:
     """The default process group, or one rank alone where the script is not distributed.
 
@@ -175,7 +179,7 @@ def current_group() -> Group:
     """
     if not dist.is_available() or not dist.is_initialized():
         _refuse_uninitialised()
-        return Group(None, 0, 1)
+        return ALONE
     process_group = dist.group.WORLD
     assert process_group is not None
     return Group(process_group, process_group.rank(), process_group.size())

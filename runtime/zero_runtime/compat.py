@@ -16,6 +16,8 @@ from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.utils import BoxedBool
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
@@ -117,3 +119,22 @@ def without_cudagraphs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def mode_patches(mode: str | None) -> dict[str, Any]:
     """Inductor's config for ``torch.compile(mode=...)``."""
     return dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether another library partitions this tensor already."""
+    return dist.is_available() and isinstance(tensor, DTensor)
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FSDP, of either generation, manages this module."""
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
+
+
+def autograd_holds(parameter: Any) -> bool:
+    """Whether a live autograd graph, made outside our graphs, refers to the parameter.
+
+    One reference more than the user's own is the accumulator of its gradient; two are a saved value.
+    Without gradients only a saved value matters.
+    """
+    return bool(parameter._use_count() > (1 if torch.is_grad_enabled() else 2))

@@ -90,6 +90,8 @@ class StepHooks:
         if not sessions:
             return None
         refuse_unless_elementwise(optimizer)
+        for session in sessions:
+            session.settle()
         stepping = _Stepping(optimizer, sessions)
         self._under_way.append(stepping)
         stepping.begin()

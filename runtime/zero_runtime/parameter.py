@@ -16,7 +16,6 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from zero_runtime.session import Session
@@ -65,19 +64,19 @@ def class_for(session: "Session") -> type[ShardedParameter]:
 
 
 class _GatherOnce(torch.autograd.Function):
-    """Gather one parameter outside a compiled graph; its gradient is averaged and partitioned."""
+    """One parameter for eager code: gathered if it is partitioned; its gradient is averaged."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
-        ctx.place = parameter.session.entry(parameter).place
+        ctx.session, ctx.entry = parameter.session, parameter.session.entry(parameter)
+        if ctx.entry.whole:
+            return as_plain(parameter).view_as(parameter)
         return parameter.session.gather_whole(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> ShardedGradient:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (gradient,) = gradients
-        bucket, slot = ctx.place
-        shard = bucket.start_reduce([slot], [gradient]).land()
-        return ShardedGradient(bucket.local(slot, shard), ctx.place)
+        return ctx.session.average(ctx.entry, gradient)  # type: ignore[no-any-return]
 
 
 def _for_one_operation(
@@ -86,12 +85,31 @@ def _for_one_operation(
     kwargs = kwargs or {}
     if func in _METADATA:
         return _plain(func, args, kwargs)
+    if all(p.session.entry(p).whole for p in _parameters((args, kwargs))):
+        return _on_whole(func, args, kwargs)
     if func == _DATA_GET:
         raise UnsupportedError(_DATA_ADVICE)
     if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
     _warn_once_per_place(func, (args, kwargs))
     return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
+
+
+def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Parameters that are not partitioned yet: as they are, but for the gradient."""
+    if torch.is_grad_enabled() and func not in (_DATA_GET, _DATA_SET) and not _writes_first(func):
+        args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
+    return _plain(func, args, kwargs)
+
+
+def _parameters(operands: Any) -> list["ShardedParameter"]:
+    return [x for x in pytree.tree_leaves(operands) if isinstance(x, ShardedParameter)]
+
+
+def as_plain(parameter: torch.Tensor) -> torch.Tensor:
+    """An alias of a parameter that holds its memory, free of our class; autograd does not see it."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return parameter.as_subclass(torch.Tensor)
 
 
 def _gathered(value: Any) -> Any:
@@ -149,7 +167,7 @@ def _writes_first(func: Callable[..., Any]) -> bool:
 
 def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
     """The session remembers the places: Python's own record is lost whenever a filter changes."""
-    parameter = next(x for x in pytree.tree_leaves(operands) if isinstance(x, ShardedParameter))
+    parameter = _parameters(operands)[0]
     place = _user_line(sys._getframe(1))
     if place in parameter.session.warned:
         return

@@ -1,7 +1,7 @@
 """The session: owns one compiled model's shards and knows which parameter lies where."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -14,15 +14,17 @@ from zero_runtime.buffers import husk, is_dense
 from zero_runtime.collectives import Group
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient
-from zero_runtime.parameter import ShardedParameter, class_for
-from zero_runtime.plan import Plan
+from zero_runtime.parameter import ShardedParameter, as_plain, class_for
+from zero_runtime.plan import BucketPlan, Plan
 
 
 class ParameterState(Enum):
     """A parameter's life in a session."""
 
     CLAIMED = auto()
-    """Known to the session; whole, in its own memory."""
+    """Known to the session; whole, in its own memory, an ordinary parameter."""
+    GUARDED = auto()
+    """Still whole, since no graph has used it yet; eager code has its gradient averaged."""
     SHARDED = auto()
     """Spread over the ranks; the user's object holds no memory."""
     STEPPING = auto()
@@ -65,11 +67,23 @@ class Entry:
     def place(self, place: Place) -> None:
         self._place = place
 
+    @property
+    def whole(self) -> bool:
+        """Whether the user's object still holds every element."""
+        return self.state in (ParameterState.CLAIMED, ParameterState.GUARDED)
+
+    def guard(self, kind: type[ShardedParameter]) -> None:
+        """Make the object a ``kind`` that keeps its memory."""
+        if self.parameter is not None and self.state is ParameterState.CLAIMED:
+            self.parameter.__class__ = kind
+            self.state = ParameterState.GUARDED
+
     def shard(self, kind: type[ShardedParameter]) -> None:
         """Keep this rank's part in the bucket, free the rest, and make the object a ``kind``."""
         parameter = self.parameter
-        if parameter is None or self.state is not ParameterState.CLAIMED:
+        if parameter is None or not self.whole:
             return
+        parameter.__class__ = nn.Parameter
         bucket, slot = self.place
         bucket.store(slot, parameter.detach())
         gradient = parameter.grad
@@ -94,7 +108,10 @@ class Entry:
         parameter.grad = None
         parameter.data = bucket.local(slot, bucket.shard)
         self.state = ParameterState.STEPPING
-        if isinstance(self._gradient, ShardedGradient) and parameter.numel():
+        if self._gradient is not None and not isinstance(self._gradient, ShardedGradient):
+            part = bucket.part_of(slot, self._gradient)  # a whole gradient that a script has set
+            self._gradient = ShardedGradient(part.clone(), self.place)
+        if self._gradient is not None and parameter.numel():
             parameter.grad = self._gradient.local
 
     def end_step(self, kind: type[ShardedParameter]) -> None:
@@ -112,6 +129,10 @@ class Entry:
         self.state = ParameterState.SHARDED
 
 
+#: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
+LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
+
+
 class GatheredBytes(NamedTuple):
     """Bytes of gathered parameters: the most held at once, and the most any plan allows."""
 
@@ -122,8 +143,9 @@ class GatheredBytes(NamedTuple):
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, lay_out: LayOut) -> None:
         self.group = group
+        self._lay_out = lay_out
         self.entries: list[Entry] = []
         self.buckets: list[Bucket] = []
         self.plans: list[Plan] = []
@@ -166,6 +188,19 @@ class Session:
             if entry.placed:
                 entry.shard(self._class)
 
+    def guard(self, entries: Iterable[Entry]) -> None:
+        """Watch over parameters outside the graph: eager code that trains them has them averaged."""
+        for entry in entries:
+            entry.guard(self._class)
+
+    def settle(self) -> None:
+        """Partition what no graph has used by the end of the first step."""
+        rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
+        for plan, members in self._lay_out(rest, self.group.world_size):
+            self.adopt(Bucket(plan, self.group), members)
+        if rest:
+            self.partition()
+
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
         self._stepping = True
@@ -184,14 +219,27 @@ class Session:
 
     @torch.no_grad()
     def gather_whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a plain tensor of the logical shape. Collective."""
+        """The parameter's value, a plain tensor of the logical shape. Collective once partitioned."""
+        if self.entry(parameter).whole:
+            return as_plain(parameter).detach().clone()
         bucket, slot = self.entry(parameter).place
         return bucket.whole(slot, bucket.start_gather(bucket.plan.torch_dtype).land()).clone()
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
         """Replace the parameter's value by ``whole``, of which each rank keeps its part. Not collective."""
+        if self.entry(parameter).whole:
+            as_plain(parameter).detach().copy_(whole)
+            return
         bucket, slot = self.entry(parameter).place
         bucket.store(slot, whole)
+
+    def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
+        """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective."""
+        if entry.whole:
+            return self.group.sum(gradient.clone()).div_(self.group.world_size)
+        bucket, slot = entry.place
+        shard = bucket.start_reduce([slot], [gradient]).land()
+        return ShardedGradient(bucket.local(slot, shard), entry.place)
 
     def gathered_bytes(self) -> GatheredBytes:
         """What was held at once, against what the plans allow."""

@@ -1,0 +1,54 @@
+"""Find the model behind a graph: Dynamo hands over parameters, not the module that owns them."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_runtime import compat
+from zero_runtime.errors import UnsupportedError
+
+
+def find_root(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+    """The outermost module on the call stack that owns one of ``parameters``; None for bare functions.
+
+    Raises:
+        UnsupportedError: a wrapper on the stack partitions or synchronises the same parameters.
+    """
+    wanted = {id(p) for p in parameters}
+    owner = None
+    for module in _modules_on_stack():
+        _refuse_wrapper(module)
+        if any(id(p) in wanted for p in module.parameters()):
+            owner = module
+    return owner
+
+
+def parameter_names(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Names as ``root.named_parameters()`` gives them, without what torch.compile adds."""
+    return {n.replace("_orig_mod.", ""): p for n, p in root.named_parameters()}
+
+
+def _modules_on_stack() -> Iterator[nn.Module]:
+    frame = sys._getframe(1)
+    seen: set[int] = set()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _refuse_wrapper(module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel):
+        raise UnsupportedError(
+            "the compiled model is wrapped in DistributedDataParallel, which would average gradients "
+            "that zero3 has averaged and partitioned already. Remove the DDP wrapper: zero3 replaces it."
+        )
+    if compat.is_fsdp(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} is managed by FSDP, which partitions the parameters itself. Use "
+            "either FSDP or zero3: remove fully_shard / FullyShardedDataParallel."
+        )
