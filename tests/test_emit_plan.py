@@ -103,7 +103,7 @@ def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, i
     return held
 
 
-@pytest.mark.parametrize(("recorded", "graph"), itertools.product(RECORDINGS, GRAPHS))
+@pytest.mark.parametrize(("recorded", "graph"), list(itertools.product(RECORDINGS, GRAPHS)))
 def test_bytes_held_agree_with_a_slow_recount(recorded, graph):
     recording = recorded()
     plan = recording.plans[graph]
@@ -113,7 +113,7 @@ def test_bytes_held_agree_with_a_slow_recount(recorded, graph):
     assert plan.peak_bytes == max(map(sum, counted))
 
 
-@pytest.mark.parametrize(("recorded", "graph"), itertools.product([mlp, gpt], GRAPHS))
+@pytest.mark.parametrize(("recorded", "graph"), list(itertools.product([mlp, gpt], GRAPHS)))
 def test_steps_are_the_graphs_in_order(recorded, graph):
     recording = recorded()
     nodes = [n for n in recording.scheduled(graph).graph.nodes if n.target in ops.SCHEDULED]
@@ -125,7 +125,7 @@ def test_steps_are_the_graphs_in_order(recorded, graph):
         assert step.bytes == plan.buckets[step.bucket].padded * getattr(torch, step.dtype).itemsize
 
 
-@pytest.mark.parametrize(("recorded", "graph"), itertools.product([mlp, gpt], GRAPHS))
+@pytest.mark.parametrize(("recorded", "graph"), list(itertools.product([mlp, gpt], GRAPHS)))
 def test_all_that_was_gathered_is_released(recorded, graph):
     steps = recorded().plans[graph].steps
     started, released = (

@@ -54,7 +54,7 @@ def zero3(
         config_patches={**patches, "custom_partitioner_fn": JointPartitioner(capture, settings)},
     )
     capture.session.partition()
-    return compiled
+    return capture.bound(compiled)
 
 
 def zero2(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:

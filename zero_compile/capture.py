@@ -1,7 +1,7 @@
 """One Dynamo graph on its way through the compiler: its parameters, their session and buckets."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from zero_compile.refusals import refuse_in_graph, refuse_parameter
 from zero_compile.root import find_root, parameter_names
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
+from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, current_group
-from zero_runtime.errors import UnsupportedError
+from zero_runtime.errors import PlanError, UnsupportedError
 from zero_runtime.plan import BucketPlan
 from zero_runtime.session import Entry, Session, session_of
 
@@ -52,8 +53,12 @@ class Capture:
         if not found:
             return Capture(Session(ALONE, lay_out_rest), {}, [], "")
         root = find_root(list(found.values()))
-        named = {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
+        named = (
+            {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
+        )
         names = {node: named.get(id(p)) or _name(node) for node, p in found.items()}
+        for node in found:
+            compat.guard_identity(node)
         refuse_in_graph(gm, names)
         session = _session_for(found.values(), bucket_bytes)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
@@ -81,6 +86,21 @@ class Capture:
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
             self._number(parameter_number(gather))
+
+    def bound(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled``, refusing to run on other parameters than those it was compiled for."""
+        expected = [(i, self.entries[n]) for i, n in self.parameters.items()]
+
+        def run(*args: Any) -> Any:
+            for position, entry in expected:
+                if args[position] is not entry.parameter:
+                    raise PlanError(
+                        f"a graph compiled for {entry.name} was called with another parameter. "
+                        "Please report it."
+                    )
+            return compiled(*args)
+
+        return run
 
     def _number(self, parameter: int) -> None:
         bucket, slot = self.entries[parameter].place
@@ -138,7 +158,7 @@ def _use(number: int, entry: Entry, gather_dtype: torch.dtype | None = None) -> 
         number,
         entry.name,
         tuple(parameter.shape),
-        parameter.stride(),
+        dense_stride(parameter),
         parameter.numel(),
         parameter.dtype,
         gather_dtype or parameter.dtype,
@@ -155,8 +175,7 @@ def _by_first_use(gm: GraphModule) -> list[Node]:
 
 def _name(placeholder: Node) -> str:
     """``L['self']._modules['up']._parameters['weight']`` as ``up.weight``."""
-    argument = placeholder.meta.get("grapharg")
-    source = getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
+    source = compat.source_of(placeholder)
     if source is None:
         return placeholder.name
     text = source.name if isinstance(source.name, str) else source.name()

@@ -1,5 +1,6 @@
 """One bucket at run time: this rank's shard, and the transfers that gather and reduce it."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,13 +25,19 @@ class Flight(NamedTuple):
 
 
 class Bucket:
-    """Owns this rank's part of every parameter in the bucket."""
+    """Owns this rank's part of every parameter in the bucket.
+
+    ``serial`` counts buckets in the order in which the process makes them, which all ranks share.
+    """
+
+    _serials = itertools.count()
 
     def __init__(self, plan: BucketPlan, group: Group) -> None:
         self.plan = plan
         self.device = torch.device(plan.device)
         self.group = group
         self._transport = group.transport(self.device)
+        self.serial = next(self._serials)
         self._shard: torch.Tensor | None = None
 
     @property
@@ -84,7 +91,8 @@ class Bucket:
         packed = (
             shard if solo else flat_buffer(self.plan.padded, self.plan.torch_dtype, self.device)
         )
-        ordered = sorted(zip(slots, gradients, strict=True), key=lambda pair: pair[0].offset)
+        pairs = zip(slots, gradients, strict=True)
+        ordered = sorted(pairs, key=lambda pair: (pair[0].offset, pair[0].numel))
         sources = [in_memory_order(gradient, slot.stride) for slot, gradient in ordered]
         native.pack(sources, [slot.offset for slot, _ in ordered], packed)
         return Flight(shard, self._transport.reduce_scatter(packed, shard))

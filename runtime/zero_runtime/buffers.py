@@ -21,14 +21,10 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor.permute(order).reshape(-1)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size if size > 1 else 1
-    return True
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride of a copy without gaps: the tensor's own where it has none, else row-major."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_like(meta).stride()
 
 
 def husk(tensor: torch.Tensor) -> torch.Tensor:

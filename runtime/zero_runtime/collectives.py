@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime import compat, native
+from zero_runtime.agreement import Agreement, NoAgreement, agreement_for
 from zero_runtime.errors import GroupError
 
 #: Point-to-point messages of ours carry this tag, so that a user's own never match them.
@@ -140,6 +141,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     rank: int
     world_size: int
+    agreement: Agreement = field(default_factory=NoAgreement, compare=False)
 
     def transport(self, device: torch.device) -> Transport:
         """What serves tensors of ``device`` best."""
@@ -182,7 +184,8 @@ def current_group() -> Group:
         return ALONE
     process_group = dist.group.WORLD
     assert process_group is not None
-    return Group(process_group, process_group.rank(), process_group.size())
+    agreement = agreement_for(process_group)
+    return Group(process_group, process_group.rank(), process_group.size(), agreement)
 
 
 def _refuse_uninitialised() -> None:

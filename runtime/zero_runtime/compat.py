@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import (
     min_cut_rematerialization_partition as min_cut_rematerialization_partition,
@@ -121,6 +122,28 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
 
 
+def source_of(placeholder: torch.fx.Node) -> Any:
+    """Where Dynamo found an input of its graph; None for graphs that Dynamo did not make."""
+    argument = placeholder.meta.get("grapharg")
+    return getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
+
+
+def guard_identity(placeholder: torch.fx.Node) -> None:
+    """Have Dynamo run this graph for this very input object only.
+
+    Without it, modules of equal structure share one graph, which takes parameters as inputs. The
+    guard on the module they hang on keeps such recompilations out of Dynamo's recompile limit.
+    """
+    source = source_of(placeholder)
+    if source is None or TracingContext.try_get() is None:
+        return
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+    while getattr(source, "base", None) is not None:
+        source = source.base
+    if source.name == "L['self']" or getattr(source, "local_name", "") == "self":
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether another library partitions this tensor already."""
     return dist.is_available() and isinstance(tensor, DTensor)
@@ -138,3 +161,8 @@ def autograd_holds(parameter: Any) -> bool:
     Without gradients only a saved value matters.
     """
     return bool(parameter._use_count() > (1 if torch.is_grad_enabled() else 2))
+
+
+def devices_of(process_group: dist.ProcessGroup) -> list[torch.device]:
+    """Device types that the group has a backend for."""
+    return list(process_group._device_types)

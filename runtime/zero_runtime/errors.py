@@ -19,3 +19,7 @@ class OptionError(ZeroError, ValueError):
 
 class GroupError(ZeroError):
     """The process group is missing, uninitialised or unfit."""
+
+
+class DivergenceError(ZeroError):
+    """Ranks are about to run different things."""

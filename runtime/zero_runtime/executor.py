@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place, ShardedGradient
@@ -56,9 +57,14 @@ class Executor:
         self._cursor = 0
         self._flights: dict[tuple[StepKind, int], Flight] = {}
         self._gathered = 0
+        self._outline = [*plan.outline(), f"buckets {[b.serial for b in self._buckets]}"]
+        self._digest = digest_of(self._outline)
+        self._new = True
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         self.session.end_step()
+        self.session.group.agreement.check(self._digest, lambda: self._outline, new=self._new)
+        self._new = False
         self._cursor, self._gathered = 0, 0
         token = _current.set(self)
         try:

@@ -116,9 +116,7 @@ for _name, _function in _KERNELS.items():
 def _fake_gather(
     parameter: torch.Tensor, index: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    return torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device=parameter.device
-    )
+    return torch.empty_like(parameter, dtype=dtype or parameter.dtype)
 
 
 def _fake_reduce(gradient: torch.Tensor, index: int) -> torch.Tensor:

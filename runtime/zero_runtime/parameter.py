@@ -51,10 +51,11 @@ class ShardedParameter(nn.Parameter):
         return whole.__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        slot = self.session.entry(self).place.slot
+        entry, ranks = self.session.entry(self), self.session.group.world_size
+        how = "still whole" if entry.whole else f"partitioned over {ranks} ranks"
         return (
-            f"Parameter({slot.name}, shape={slot.shape}, dtype={self.dtype}, partitioned over "
-            f"{self.session.group.world_size} ranks, requires_grad={self.requires_grad})"
+            f"Parameter({entry.name}, shape={tuple(self.shape)}, dtype={self.dtype}, {how}, "
+            f"requires_grad={self.requires_grad})"
         )
 
 
@@ -216,7 +217,8 @@ def _metadata() -> set[Any]:
     methods += "requires_grad_ register_hook register_post_accumulate_grad_hook data_ptr is_shared is_inference "
     methods += "_is_view is_pinned retain_grad is_conj is_neg _use_count has_names backward __dir__"
     tensor = torch.Tensor
-    found: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor}
+    found: set[Any] = {torch.autograd.grad, torch.autograd.backward}
+    found |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor}
     found |= {
         getattr(torch, f"{n}_like") for n in ["zeros", "ones", "full", "empty", "rand", "randn"]
     }

@@ -175,10 +175,20 @@ class Plan:
         """The most bytes held at once: gathered, under reduction, and gradients."""
         return max((step.held_bytes for step in self.steps), default=0)
 
+    def outline(self) -> list[str]:
+        """The collectives in order, a line each: equal on ranks that may run together."""
+        lines = [f"a {self.phase} graph"]
+        for step in self.steps:
+            if step.channel is not Channel.COMPUTE:
+                slots = self.buckets[step.bucket].slots
+                names = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}"
+                what = f"bucket {step.bucket} ({names}), {step.bytes} bytes of {step.dtype}"
+                lines.append(f"{step.kind} of {what}")
+        return lines
+
     def fingerprint(self) -> str:
-        """A digest of the collectives and their order: equal on ranks that may run together."""
-        lines = [f"{s.kind} {s.bucket} {s.dtype} {s.bytes}" for s in self.steps]
-        return hashlib.sha256("\n".join([self.phase, *lines]).encode()).hexdigest()[:16]
+        """A digest of :meth:`outline`, sixteen hexadecimal digits."""
+        return hashlib.sha256("\n".join(self.outline()).encode()).hexdigest()[:16]
 
     def to_json(self, indent: int | None = 2) -> str:
         """The plan as JSON text."""

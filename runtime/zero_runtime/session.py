@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zero_runtime import compat
+from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
-from zero_runtime.buffers import husk, is_dense
+from zero_runtime.buffers import husk
 from zero_runtime.collectives import Group
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient
@@ -160,8 +161,6 @@ class Session:
         """The parameter's entry; a new one at its first mention."""
         entry: Entry | None = self._by_parameter.get(parameter)
         if entry is None:
-            if not is_dense(parameter):
-                parameter.data = parameter.data.contiguous()
             entry = self._by_parameter[parameter] = Entry(name, parameter)
             self.entries.append(entry)
         return entry
@@ -223,6 +222,9 @@ class Session:
         if self.entry(parameter).whole:
             return as_plain(parameter).detach().clone()
         bucket, slot = self.entry(parameter).place
+        self._agree(
+            f"a gather of {slot.name} for code that is not compiled, bucket {bucket.serial}"
+        )
         return bucket.whole(slot, bucket.start_gather(bucket.plan.torch_dtype).land()).clone()
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
@@ -236,10 +238,17 @@ class Session:
     def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
         """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective."""
         if entry.whole:
+            self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             return self.group.sum(gradient.clone()).div_(self.group.world_size)
         bucket, slot = entry.place
+        self._agree(
+            f"a reduction of {slot.name} outside the compiled graphs, bucket {bucket.serial}"
+        )
         shard = bucket.start_reduce([slot], [gradient]).land()
         return ShardedGradient(bucket.local(slot, shard), entry.place)
+
+    def _agree(self, what: str) -> None:
+        self.group.agreement.check(digest_of([what]), lambda: [what], new=False)
 
     def gathered_bytes(self) -> GatheredBytes:
         """What was held at once, against what the plans allow."""

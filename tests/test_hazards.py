@@ -1,0 +1,558 @@
+"""Ways in which real models and loops meet the partition: each is right, or refused with the reason."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import Run, against_unsharded, assert_same_training, mine
+
+import zero_compile
+from zero_runtime.session import session_of
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+
+
+def _mse(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def _batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(12, 6, generator=generator), torch.randn(12, 6, generator=generator))
+        for _ in range(count)
+    ]
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+
+
+class BreaksBetween(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.one(x))
+        torch._dynamo.graph_break()
+        x = torch.relu(self.two(x))
+        torch._dynamo.graph_break()
+        return self.three(x) + self.one(x)
+
+
+class EagerBetween(Base):
+    """Code that is not compiled uses parameters, some of them in no graph at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    @torch.compiler.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.two(x)) * self.scale + self.one.weight.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(self.eager(self.one(x)))
+
+
+class EagerAfter(Base):
+    @torch.compiler.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(x) + self.one.weight.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.eager(self.two(self.one(x)))
+
+
+class Checkpointed(Base):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.two(torch.relu(self.one(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.three(x)  # the reentrant form gives gradients only where its input has one
+        return self.three(checkpoint(self.inner, x, use_reentrant=self.reentrant) + x)
+
+
+class Tied(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.three.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(torch.relu(self.two(torch.relu(self.one(x)))))
+
+
+class Odd(nn.Module):
+    """Scalars, empty parameters, transposed memory, mixed dtypes, lists and dicts, weight norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(6, 6).t())
+        self.strided = nn.Parameter(torch.randn(6, 12)[:, ::2])
+        self.precise = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.many = nn.ParameterList(torch.randn(6) for _ in range(3))
+        self.named = nn.ParameterDict({"a": torch.randn(6)})
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.batch = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.batch(x @ self.transposed + x @ self.strided) * self.scalar
+        x = x + (x.double() * self.precise).float() + self.empty.sum()
+        return self.normed(x + sum(self.many) * self.named["a"])
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(1, 4, 3, padding=1)
+        self.two = nn.ConvTranspose2d(4, 1, 3, padding=1)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, 1, 2, 3)
+        return self.two(torch.relu(self.one(x))).flatten(1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "breaks_between": BreaksBetween,
+    "eager_between": EagerBetween,
+    "eager_after": EagerAfter,
+    "checkpoint": partial(Checkpointed, False),
+    "checkpoint_reentrant": partial(Checkpointed, True),
+    "tied": Tied,
+    "convolutions": Convolutions,
+}
+
+
+def _trained(name: str, **options: Any) -> tuple[Run, Run, list[str]]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    plain, sharded = against_unsharded(
+        model, _batches(), _mse, lambda m: SGD(m.parameters()), clip=1.0, **options
+    )
+    whole = [n for n, p in model.named_parameters() if p.untyped_storage().nbytes()]
+    return plain.bare(), sharded.bare(), whole
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_unsharded_with_all_parameters_partitioned(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for plain, sharded, whole in ranks.run(2, _trained, name):
+            assert_same_training(plain, sharded)
+            assert whole == []
+
+
+def _odd() -> tuple[Run, Run]:
+    """Batch statistics differ between ranks and the whole batch, so every rank gets the same rows."""
+    torch.manual_seed(0)
+    model = Odd()
+    same = [tuple(t[:4].repeat(2, 1) for t in batch) for batch in _batches()]
+    plain, sharded = against_unsharded(model, same, _mse, lambda m: SGD(m.parameters()))
+    return plain.bare(), sharded.bare()
+
+
+def test_parameters_of_every_kind() -> None:
+    for plain, sharded in ranks.run(2, _odd):
+        assert_same_training(plain, sharded)
+
+
+# ------------------------------------------------------------------------------ loops
+
+
+def _accumulate(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    for rows in range(0, len(x), 2):
+        (_mse(step, x[rows : rows + 2], y[rows : rows + 2]) / 3).backward()
+
+
+def _two_forwards(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    first, second = _mse(step, x, y), _mse(step, y, x)
+    (first + 2 * second).backward()
+
+
+def _retain_graph(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = _mse(step, x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _functional_loss(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = _mse(step, x, y)
+    (loss + 1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def _hooks(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def halve(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    handles = [p.register_post_accumulate_grad_hook(halve) for p in model.parameters()]
+    handles.append(model.one.weight.register_hook(lambda g: g * 3))
+    _mse(step, x, y).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def _frozen_between(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.two.requires_grad_(not model.two.weight.requires_grad)
+    _mse(step, x, y).backward()
+
+
+def _autograd_grad(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(_mse(step, x, y), parameters)
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * self.weight
+
+
+class Blocks(nn.Module):
+    """More equal blocks than Dynamo's recompile limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(10))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Chain(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(torch.relu(self.two(torch.relu(self.one(x)))))
+
+
+LOOPS = [
+    _accumulate,
+    _two_forwards,
+    _retain_graph,
+    _functional_loss,
+    _hooks,
+    _frozen_between,
+    _autograd_grad,
+]
+
+
+def _looped(loop: Callable[..., None]) -> tuple[Run, Run]:
+    torch.manual_seed(0)
+    start = Chain()
+    runs = []
+    for sharded in (False, True):
+        model = copy.deepcopy(start)
+        step = torch.compile(model, backend="zero3") if sharded else model
+        optimizer = SGD(model.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for x, y in _batches():
+            loop(step, model, *(mine((x, y)) if sharded else (x, y)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        runs.append(
+            Run([0.0], [], {n: p.detach() for n, p in model.named_parameters()}, None, None)
+        )
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
+def test_a_loop_trains_as_unsharded(loop: Callable[..., None]) -> None:
+    if loop is _accumulate:
+        pytest.skip("rows are cut differently; covered by the sum of gradients elsewhere")
+    for plain, sharded in ranks.run(2, _looped, loop):
+        assert_same_training(plain, sharded)
+
+
+def _in_parts(way: str) -> tuple[Run, Run]:
+    torch.manual_seed(0)
+    start = Blocks() if way == "blocks" else Chain()
+    runs = []
+    for sharded in (False, True):
+        model: Any = copy.deepcopy(start)
+        step: Any = model
+        if sharded and way == "blocks":
+            for block in model.blocks:
+                block.compile(backend="zero3")
+        if sharded and way == "in_place":
+            model.compile(backend="zero3")
+        if sharded and way == "closure":
+            step = torch.compile(lambda x, m=model: m(x) * 1.0, backend="zero3")
+        optimizer = SGD(model.parameters())
+        for x, y in _batches():
+            _mse(step, *(mine((x, y)) if sharded else (x, y))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(
+            Run([0.0], [], {n: p.detach() for n, p in model.named_parameters()}, None, None)
+        )
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("way", ["blocks", "in_place", "closure"])
+def test_a_model_compiled_in_another_way_trains_as_unsharded(way: str) -> None:
+    for plain, sharded in ranks.run(2, _in_parts, way):
+        assert_same_training(plain, sharded)
+
+
+def _two_models() -> tuple[Run, Run]:
+    """A generator and a discriminator, two optimizers, one backward through both."""
+    torch.manual_seed(0)
+    starts = Chain(), Chain()
+    runs = []
+    for sharded in (False, True):
+        models = [copy.deepcopy(m) for m in starts]
+        g, d = (torch.compile(m, backend="zero3") if sharded else m for m in models)
+        optimizers = [SGD(m.parameters()) for m in models]
+        for x, y in _batches():
+            x, y = mine((x, y)) if sharded else (x, y)
+            (d(g(x).detach()).square().mean() + (d(y) - 1).square().mean()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            (d(g(x)) - 1).square().mean().backward()
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        named = {
+            f"{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()
+        }
+        runs.append(Run([0.0], [], named, None, None))
+    return runs[0], runs[1]
+
+
+def test_two_models_with_two_optimizers() -> None:
+    for plain, sharded in ranks.run(2, _two_models):
+        assert_same_training(plain, sharded)
+
+
+def _disabled_after_limit() -> tuple[Run, Run]:
+    """Past the recompile limit Dynamo runs the frame eagerly: slow, warned of, and right."""
+    torch.manual_seed(0)
+    start = Chain()
+    runs = []
+    for sharded in (False, True):
+        model = copy.deepcopy(start)
+        step = torch.compile(model, backend="zero3", dynamic=False) if sharded else model
+        optimizer = SGD(model.parameters())
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for count, (x, y) in enumerate(_batches(5)):
+                x, y = x[: 4 + 2 * count], y[: 4 + 2 * count]
+                _mse(step, *(mine((x, y)) if sharded else (x, y))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(
+            Run([0.0], [], {n: p.detach() for n, p in model.named_parameters()}, None, None)
+        )
+    return runs[0], runs[1]
+
+
+def test_past_the_recompile_limit_training_stays_right() -> None:
+    for plain, sharded in ranks.run(2, _disabled_after_limit):
+        assert_same_training(plain, sharded)
+
+
+# ------------------------------------------------------------------------------ eager access
+
+
+def _partitioned() -> nn.Module:
+    torch.manual_seed(0)
+    model = Chain()
+    torch.compile(model, backend="zero3")(torch.ones(1, 6))
+    return model
+
+
+def _access() -> dict[str, bool]:
+    """What eager code may do with a partitioned parameter, against an equal plain model."""
+    model = _partitioned()
+    torch.manual_seed(0)
+    twin = Chain()
+    p, q = model.one.weight, twin.one.weight
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    facts = {
+        "state_dict": all(
+            torch.equal(a, b)
+            for a, b in zip(torch.load(buffer).values(), twin.state_dict().values(), strict=True)
+        ),
+        "deepcopy": torch.equal(copy.deepcopy(model).one.weight, q),
+        "pickle": torch.equal(pickle.loads(pickle.dumps(p)), q),
+        "equal": torch.equal(p, q),
+        "compare": bool((p == q).all()),
+        "item": p[0, 0].item() == q[0, 0].item(),
+        "numpy": (p.detach().numpy() == q.detach().numpy()).all(),
+        "numel": sum(x.numel() for x in model.parameters())
+        == sum(x.numel() for x in twin.parameters()),
+        "shape": p.shape == q.shape and p.dtype == q.dtype and p.stride() == q.stride(),
+        "clone": torch.equal(p.clone(), q),
+        "to_same": torch.equal(model.to(torch.float32).one.weight, q),
+    }
+    with torch.no_grad():
+        for weight in (p, q):
+            weight[0] = 1.0
+            weight.mul_(0.5)
+        facts["in_place"] = torch.equal(p, q)
+        p.copy_(torch.ones(6, 6))
+        facts["copy_"] = torch.equal(p, torch.ones(6, 6))
+    model.load_state_dict(twin.state_dict())
+    facts["load_state_dict"] = torch.equal(p, q)
+    torch.manual_seed(5)
+    nn.init.normal_(p)
+    torch.manual_seed(5)
+    nn.init.normal_(q)
+    facts["init"] = torch.equal(p, q)
+    return facts
+
+
+def test_eager_access_meets_the_logical_parameter() -> None:
+    for facts in ranks.run(2, _access):
+        assert all(facts.values()), facts
+
+
+def test_a_read_warns_once_and_names_the_place() -> None:
+    model = _partitioned()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.one.weight.sum()
+    ours = [w for w in seen if "outside the compiled graph" in str(w.message)]
+    assert len(ours) == 1
+    assert ours[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda m: m.one.weight.data, "detach"),
+        (lambda m: m.half(), "Convert the model before"),
+        (lambda m: m.to(torch.bfloat16), "Convert the model before"),
+        (lambda m: m.one.weight.mul_(2), "leaf Variable"),
+    ],
+)
+def test_what_would_be_lost_is_refused(use: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        use(_partitioned())
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+class WritesInGraph(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.one.weight.mul_(0.9)
+        return self.one(x)
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x.long().abs() % 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (WritesInGraph, "writes to parameter one.weight"),
+        (SparseEmbedding, "sparse=False"),
+        (lambda: Chain().to("meta"), "meta device"),
+    ],
+)
+def test_a_model_that_cannot_be_right_is_refused(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    model = make()
+    x = torch.ones(2, 6, device=next(model.parameters()).device)
+    with pytest.raises(Exception, match=message):
+        torch.compile(model, backend="zero3")(x)
+    assert session_of(next(model.parameters())) is None
+
+
+def _wrapped(how: str) -> str:
+    model: Any = Chain()
+    if how == "ddp_outside":
+        model = nn.parallel.DistributedDataParallel(torch.compile(model, backend="zero3"))
+    elif how == "ddp_inside":
+        model = torch.compile(nn.parallel.DistributedDataParallel(model), backend="zero3")
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = torch.compile(model, backend="zero3")
+    try:
+        model(torch.ones(2, 6)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("ddp_outside", "Remove the DDP wrapper"), ("ddp_inside", "DDP"), ("fsdp2", "FSDP")],
+)
+def test_a_wrapper_that_does_the_same_job_is_refused(how: str, message: str) -> None:
+    for said in ranks.run(2, _wrapped, how):
+        assert message in said, said
+
+
+def test_eager_use_before_the_first_graph_is_refused_with_what_to_do() -> None:
+    model = Chain()
+    early = model.one(torch.ones(2, 6, requires_grad=True))
+    with pytest.raises(Exception, match="run the model once under"):
+        torch.compile(model, backend="zero3")(early)
+
+
+def test_after_a_pass_without_gradients_eager_use_before_the_graph_is_right() -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="zero3")
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        compiled(x)
+    compiled(model.one(x)).sum().backward()
+    twin(twin.one(x)).sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+def test_an_unsupported_torch_is_named() -> None:
+    from unittest import mock
+
+    with (
+        mock.patch("zero_runtime.compat.torch_version", (2, 9)),
+        pytest.raises(Exception, match=r"works with torch 2\.11 to 2\.14"),
+    ):
+        torch.compile(nn.Linear(2, 2), backend="zero3")(torch.ones(1, 2))
+
+
+def test_plans_of_an_uncompiled_model_say_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.compile"):
+        zero_compile.plans(Chain())
