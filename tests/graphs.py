@@ -156,7 +156,7 @@ def record(
     recording, settings = Recording(run_backward), parse(options)
 
     def recording_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        capture = Capture.of(gm, example_inputs, settings.bucket_bytes)
+        capture = Capture.of(gm, example_inputs, settings)
         recording.captures.append(capture)
         recording.run(pipeline.capture(capture.parameters), gm, CAPTURED)
         compiled = compat.compile_fx(

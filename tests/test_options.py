@@ -52,7 +52,7 @@ def test_an_unknown_name_like_no_other_lists_them_all():
         parse({"zzz": 1})
     message = str(caught.value)
     assert "Did you mean" not in message
-    assert message.endswith("Valid options: bucket_bytes, inductor, schedule, verify.")
+    assert message.endswith("Valid options: bucket_bytes, group, inductor, mesh, schedule, verify.")
 
 
 @pytest.mark.parametrize(

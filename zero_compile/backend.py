@@ -42,7 +42,7 @@ def zero3(
     refuse_torch_version()
     settings = parse(options)
     patches = {**compat.mode_patches(mode), **settings.inductor}
-    capture = Capture.of(gm, example_inputs, settings.bucket_bytes)
+    capture = Capture.of(gm, example_inputs, settings)
     if not capture.entries:
         return compat.compile_fx(gm, example_inputs, config_patches=patches)
     HOOKS.install()

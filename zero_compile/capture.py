@@ -11,13 +11,14 @@ from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import Use, group_uses, plan_bucket
+from zero_compile.options import Options
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.refusals import refuse_in_graph, refuse_parameter
 from zero_compile.root import find_root, parameter_names
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
 from zero_runtime.buffers import dense_stride
-from zero_runtime.collectives import ALONE, current_group
+from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
 from zero_runtime.errors import PlanError, UnsupportedError
 from zero_runtime.plan import BucketPlan
 from zero_runtime.session import Entry, Session, session_of
@@ -40,7 +41,7 @@ class Capture:
         """Parameter number to (bucket, slot)."""
 
     @staticmethod
-    def of(gm: GraphModule, example_inputs: Sequence[Any], bucket_bytes: int | None) -> "Capture":
+    def of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> "Capture":
         """Claim the parameters among a Dynamo graph's inputs, and watch over the rest of their model.
 
         Raises:
@@ -60,7 +61,7 @@ class Capture:
         for node in found:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
-        session = _session_for(found.values(), bucket_bytes)
+        session = _session_for(found.values(), options)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
@@ -109,10 +110,18 @@ class Capture:
         self.places[parameter] = (self.buckets.index(bucket), bucket.plan.slots.index(slot))
 
 
-def _session_for(parameters: Iterable[nn.Parameter], bucket_bytes: int | None) -> Session:
+def _session_for(parameters: Iterable[nn.Parameter], options: Options) -> Session:
     owners = (session_of(p) for p in parameters)
     known = next((s for s in owners if s is not None), None)
-    return known or Session(current_group(), partial(lay_out_rest, bucket_bytes=bucket_bytes))
+    return known or Session(
+        _group(options), partial(lay_out_rest, bucket_bytes=options.bucket_bytes)
+    )
+
+
+def _group(options: Options) -> Group:
+    if options.mesh is not None:
+        return group_of_mesh(options.mesh)
+    return group_over(options.group) if options.group is not None else current_group()
 
 
 def _claim(session: Session, name: str, parameter: nn.Parameter) -> Entry:

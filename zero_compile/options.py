@@ -4,7 +4,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_runtime.errors import OptionError
 
@@ -26,6 +28,12 @@ class Options(BaseModel):
     verify: bool = True
     """Check every graph after every stage; a failure is an error at compile time."""
 
+    group: Any = None
+    """The process group to shard over; None: the default group."""
+
+    mesh: Any = None
+    """A DeviceMesh instead: one dimension to shard over, or (replicate, shard)."""
+
     inductor: dict[str, Any] = Field(default_factory=dict)
     """Inductor's own config options for the rest of the graph."""
 
@@ -41,11 +49,22 @@ def parse(options: Mapping[str, Any] | None) -> Options:
         if name not in Options.model_fields:
             raise OptionError(_unknown(name))
     try:
-        return Options(**given)
+        return _checked(Options(**given))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise OptionError(f"option {name!r}: {first['msg']} (got {first['input']!r})") from None
+
+
+def _checked(options: Options) -> Options:
+    if options.group is not None and options.mesh is not None:
+        raise OptionError("options 'group' and 'mesh' say the same thing twice: give one of them")
+    kinds = (("group", dist.ProcessGroup), ("mesh", DeviceMesh))
+    for name, kind in kinds:
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, kind):
+            raise OptionError(f"option {name!r}: expected a {kind.__name__}, got {value!r}")
+    return options
 
 
 def _unknown(name: str) -> str:

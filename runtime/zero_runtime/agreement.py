@@ -5,7 +5,7 @@ digest of what each is about to do. Equal neighbours all round make equal ranks.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -100,16 +100,41 @@ def _explain(
     other = (
         store.get(_note(theirs)).decode().split("\n") if known else ["something it did not tell"]
     )
-    raise DivergenceError(_difference(group.rank(), outline, peer, other))
+    raise DivergenceError(_difference(dist.get_rank(), outline, _global(group, peer), other))
+
+
+def _global(group: dist.ProcessGroup, rank: int) -> int:
+    """The rank by which the user knows a member of the group."""
+    return dist.get_global_rank(group, rank)
 
 
 def _note(digest: str) -> str:
     return f"zero3/outline/{digest}"
 
 
-def agreement_for(group: dist.ProcessGroup | None) -> Agreement:
-    """What the group's backend can do cheaply."""
-    if group is None or group.size() == 1:
+class EveryAgreement:
+    """All of several: ranks that share shards, and ranks that hold copies."""
+
+    def __init__(self, agreements: Sequence[Agreement]) -> None:
+        self._agreements = agreements
+
+    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+        """Return if all agree.
+
+        Raises:
+            DivergenceError: as :meth:`Agreement.check`.
+        """
+        for agreement in self._agreements:
+            agreement.check(digest, describe, new=new)
+
+
+def agreement_for(groups: Sequence[dist.ProcessGroup]) -> Agreement:
+    """What each group's backend can do cheaply."""
+    return EveryAgreement([_agreement(group) for group in groups])
+
+
+def _agreement(group: dist.ProcessGroup) -> Agreement:
+    if group.size() == 1:
         return NoAgreement()
     backends = {compat.backend_name(group, device) for device in compat.devices_of(group)}
     if "fake" in backends:

@@ -39,6 +39,9 @@ class Bucket:
         self._transport = group.transport(self.device)
         self.serial = next(self._serials)
         self._shard: torch.Tensor | None = None
+        self._unreduced: torch.Tensor | None = None
+        self.waiting: set[Slot] = set()
+        """Slots whose gradients were kept whole and await the next reduction."""
 
     @property
     def shard(self) -> torch.Tensor:
@@ -86,13 +89,33 @@ class Bucket:
 
         Elements of the bucket that no gradient covers count as zero.
         """
-        shard = flat_buffer(self.plan.chunk, self.plan.torch_dtype, self.device)
-        solo = self.group.world_size == 1
-        packed = (
-            shard if solo else flat_buffer(self.plan.padded, self.plan.torch_dtype, self.device)
-        )
+        shard = self.empty_shard()
+        packed = shard if self.group.world_size == 1 else self._flat(self.plan.padded)
+        self._pack(slots, gradients, packed)
+        if self._unreduced is not None:
+            packed.add_(self._unreduced)
+            self._unreduced = None
+            self.waiting.clear()
+        return Flight(shard, self.group.reduction(self._transport, packed, shard))
+
+    def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
+        """Add whole gradients to those that await the next :meth:`start_reduce`; nothing is sent."""
+        packed = self._flat(self.plan.padded)
+        self._pack(slots, gradients, packed)
+        self._unreduced = packed if self._unreduced is None else self._unreduced.add_(packed)
+        self.waiting.update(slots)
+
+    def empty_shard(self) -> torch.Tensor:
+        """Uninitialised memory for one reduced gradient of the bucket, ``[chunk]``."""
+        return self._flat(self.plan.chunk)
+
+    def _flat(self, numel: int) -> torch.Tensor:
+        return flat_buffer(numel, self.plan.torch_dtype, self.device)
+
+    def _pack(
+        self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], packed: torch.Tensor
+    ) -> None:
         pairs = zip(slots, gradients, strict=True)
         ordered = sorted(pairs, key=lambda pair: (pair[0].offset, pair[0].numel))
         sources = [in_memory_order(gradient, slot.stride) for slot, gradient in ordered]
         native.pack(sources, [slot.offset for slot, _ in ordered], packed)
-        return Flight(shard, self._transport.reduce_scatter(packed, shard))

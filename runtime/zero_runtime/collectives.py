@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_runtime import compat, native
 from zero_runtime.agreement import Agreement, NoAgreement, agreement_for
@@ -134,14 +135,38 @@ class SoloTransport:
         return Done()
 
 
+@dataclass
+class _ThenReplicas:
+    """A reduction within the group, completed over the groups that hold copies of the same shards."""
+
+    transfer: Transfer
+    shard: torch.Tensor
+    replicas: dist.ProcessGroup
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        dist.all_reduce(self.shard, group=self.replicas)
+        self.shard.div_(self.replicas.size())
+
+
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share a model's state, and how bytes move between them."""
+    """The ranks that share a model's state, and how bytes move between them.
+
+    ``replicas`` joins the ranks that hold the same shard in other groups (hybrid sharding, as MiCS
+    and HSDP have it): gradients are averaged over both.
+    """
 
     process_group: dist.ProcessGroup | None
     rank: int
     world_size: int
     agreement: Agreement = field(default_factory=NoAgreement, compare=False)
+    replicas: dist.ProcessGroup | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which gradients are averaged, replicas included."""
+        return self.world_size * (self.replicas.size() if self.replicas is not None else 1)
 
     def transport(self, device: torch.device) -> Transport:
         """What serves tensors of ``device`` best."""
@@ -150,6 +175,22 @@ class Group:
         if compat.backend_name(self.process_group, device) == "gloo":
             return GlooTransport(self.process_group)
         return NativeTransport(self.process_group)
+
+    def reduction(
+        self, transport: Transport, packed: torch.Tensor, shard: torch.Tensor
+    ) -> Transfer:
+        """Start averaging ``packed`` into ``shard`` over all ranks that train the model."""
+        transfer = transport.reduce_scatter(packed, shard)
+        if self.replicas is None:
+            return transfer
+        return _ThenReplicas(transfer, shard, self.replicas)
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of ``value`` over all ranks that train the model, in place and returned."""
+        self.sum(value)
+        if self.replicas is not None:
+            dist.all_reduce(value, group=self.replicas)
+        return value.div_(self.data_ranks)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of ``value`` over the ranks, in place and returned."""
@@ -184,8 +225,32 @@ def current_group() -> Group:
         return ALONE
     process_group = dist.group.WORLD
     assert process_group is not None
-    agreement = agreement_for(process_group)
-    return Group(process_group, process_group.rank(), process_group.size(), agreement)
+    return group_over(process_group)
+
+
+def group_over(
+    process_group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
+) -> Group:
+    """Shard over ``process_group``; ``replicas`` joins equal shards of several such groups."""
+    agreement = agreement_for([process_group, *([replicas] if replicas is not None else [])])
+    return Group(process_group, process_group.rank(), process_group.size(), agreement, replicas)
+
+
+def group_of_mesh(mesh: DeviceMesh) -> Group:
+    """Shard over a one-dimensional mesh; of two dimensions replicate over the first, shard over the second.
+
+    Raises:
+        GroupError: the mesh has more dimensions, or this rank is not in it.
+    """
+    if mesh.get_coordinate() is None:
+        raise GroupError(f"this rank is not part of the device mesh {mesh}")
+    if mesh.ndim > 2:
+        raise GroupError(
+            f"a mesh of {mesh.ndim} dimensions: zero3 shards over one, and replicates over one more. "
+            "Pass the sub-mesh of those, such as mesh['replicate', 'shard']."
+        )
+    replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    return group_over(mesh.get_group(mesh.ndim - 1), replicas)
 
 
 def _refuse_uninitialised() -> None:

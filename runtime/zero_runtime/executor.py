@@ -8,6 +8,7 @@ import torch
 
 from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.collectives import Done
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.plan import Plan, StepKind
@@ -99,9 +100,14 @@ class Executor:
     ) -> None:
         """Start averaging whole gradients of some of the bucket's slots."""
         self._advance(StepKind.REDUCE_SCATTER_START, bucket)
-        places = self._buckets[bucket].plan.slots
+        places = [self._buckets[bucket].plan.slots[i] for i in slots]
+        if not self.session.synchronise:
+            self._buckets[bucket].keep_whole(places, gradients)
+            flight = Flight(self._buckets[bucket].empty_shard(), Done())
+            self._flights[StepKind.REDUCE_SCATTER_START, bucket] = flight
+            return
         self._flights[StepKind.REDUCE_SCATTER_START, bucket] = self._buckets[bucket].start_reduce(
-            [places[i] for i in slots], gradients
+            places, gradients
         )
 
     def finish_reduce(self, bucket: int) -> torch.Tensor:
@@ -145,7 +151,8 @@ class Executor:
         result = list(outputs)
         for position, place in self._gradients.items():
             local = place.bucket.local(place.slot, result[position])
-            result[position] = ShardedGradient(local, place)
+            kept = not self.session.synchronise  # whole, in its bucket, until the next reduction
+            result[position] = None if kept else ShardedGradient(local, place)
         return result
 
 

@@ -1,7 +1,7 @@
 """Stock optimizers on partitioned parameters: during ``step()`` each parameter is its own flat shard."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 class _Stepping:
     """One ``step()`` under way."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sessions: set[Session]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sessions: Sequence[Session]) -> None:
         self.optimizer = optimizer
         self._sessions = sessions
         self._rescue: Any = None
@@ -86,7 +86,7 @@ class StepHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Called by torch before ``step``; wraps a closure, which must meet whole parameters."""
-        sessions = {session for session, _ in _partitioned(optimizer)}
+        sessions = list(dict.fromkeys(session for session, _ in _partitioned(optimizer)))
         if not sessions:
             return None
         refuse_unless_elementwise(optimizer)

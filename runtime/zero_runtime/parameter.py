@@ -75,7 +75,7 @@ class _GatherOnce(torch.autograd.Function):
         return parameter.session.gather_whole(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor | None:
         (gradient,) = gradients
         return ctx.session.average(ctx.entry, gradient)  # type: ignore[no-any-return]
 

@@ -153,6 +153,8 @@ class Session:
         self.gathered_peak = 0
         self.abandoned: list[Flight] = []
         self.warned: set[tuple[str, int]] = set()
+        self.synchronise = True
+        """Whether backward reduces gradients; off inside ``no_sync``."""
         self._stepping = False
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
         self._class = class_for(self)
@@ -193,12 +195,27 @@ class Session:
             entry.guard(self._class)
 
     def settle(self) -> None:
-        """Partition what no graph has used by the end of the first step."""
+        """Before a step: reduce what was put off, partition what no graph has used."""
+        for bucket in self.buckets:
+            if bucket.waiting:
+                self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         for plan, members in self._lay_out(rest, self.group.world_size):
             self.adopt(Bucket(plan, self.group), members)
         if rest:
             self.partition()
+
+    def _reduce_waiting(self, bucket: Bucket) -> None:
+        waiting = set(bucket.waiting)
+        self._agree(f"a reduction that no_sync put off, bucket {bucket.serial}")
+        shard = bucket.start_reduce([], []).land()
+        for entry in self.entries:
+            parameter = entry.parameter
+            if parameter is None or not entry.placed or entry.place.bucket is not bucket:
+                continue
+            if entry.place.slot in waiting:
+                gradient = ShardedGradient(bucket.local(entry.place.slot, shard), entry.place)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
@@ -235,15 +252,19 @@ class Session:
         bucket, slot = self.entry(parameter).place
         bucket.store(slot, whole)
 
-    def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
-        """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective."""
+    def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective.
+
+        None where reductions are put off: the gradient waits in its bucket.
+        """
         if entry.whole:
             self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
-            return self.group.sum(gradient.clone()).div_(self.group.world_size)
+            return self.group.average(gradient.clone())
         bucket, slot = entry.place
-        self._agree(
-            f"a reduction of {slot.name} outside the compiled graphs, bucket {bucket.serial}"
-        )
+        if not self.synchronise:
+            bucket.keep_whole([slot], [gradient])
+            return None
+        self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         shard = bucket.start_reduce([slot], [gradient]).land()
         return ShardedGradient(bucket.local(slot, shard), entry.place)
 
