@@ -43,6 +43,7 @@ FORWARD, BACKWARD, INFERENCE = str(Phase.FORWARD), str(Phase.BACKWARD), str(Phas
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """A process group of ``world_size`` ranks of which only rank 0 exists."""
+    torch._dynamo.reset()  # what earlier tests made dynamic must not show in these graphs
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

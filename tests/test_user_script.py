@@ -57,12 +57,6 @@ def test_several_ranks_without_a_process_group_are_told_what_to_call() -> None:
     assert "without torchrun" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_other_stages_say_that_they_are_not_built(name: str) -> None:
-    with pytest.raises(Exception, match=f'backend="{name}" is registered but not built yet'):
-        torch.compile(nn.Linear(2, 2), backend=name)(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,7 +6,7 @@ compiles what is left, and the parameters are partitioned last, when everything 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -18,20 +18,13 @@ from zero_compile.fx_graph import output_node, parameter_number
 from zero_compile.options import Options, parse
 from zero_compile.refusals import refuse_torch_version
 from zero_runtime import compat, ops
-from zero_runtime.errors import UnsupportedError
 from zero_runtime.executor import Executor
 from zero_runtime.gradient import Place
 from zero_runtime.optimizer import HOOKS
-from zero_runtime.plan import Phase
+from zero_runtime.plan import Phase, Stage
 
 
-def zero3(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
-) -> Any:
+def zero3(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a Dynamo graph with its parameters, gradients and optimizer state partitioned.
 
     Raises:
@@ -39,10 +32,31 @@ def zero3(
         GroupError: several ranks were launched and no process group was initialised.
         UnsupportedError: the graph does something that cannot be right on partitioned parameters.
     """
+    return _compile(gm, example_inputs, Stage.PARAMETERS, **kwargs)
+
+
+def zero2(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """As :func:`zero3`, with gradients and optimizer state partitioned; parameters stay whole."""
+    return _compile(gm, example_inputs, Stage.GRADIENTS, **kwargs)
+
+
+def zero1(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """As :func:`zero3`, with only the optimizer's state partitioned."""
+    return _compile(gm, example_inputs, Stage.OPTIMIZER, **kwargs)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    stage: Stage,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
     refuse_torch_version()
     settings = parse(options)
     patches = {**compat.mode_patches(mode), **settings.inductor}
-    capture = Capture.of(gm, example_inputs, settings)
+    capture = Capture.of(gm, example_inputs, settings, stage)
     if not capture.entries:
         return compat.compile_fx(gm, example_inputs, config_patches=patches)
     HOOKS.install()
@@ -55,23 +69,6 @@ def zero3(
     )
     capture.session.partition()
     return capture.bound(compiled)
-
-
-def zero2(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:
-    """Stage 2 (gradients and optimizer state partitioned): not built yet."""
-    _not_yet("zero2")
-
-
-def zero1(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:
-    """Stage 1 (optimizer state partitioned): not built yet."""
-    _not_yet("zero1")
-
-
-def _not_yet(name: str) -> NoReturn:
-    raise UnsupportedError(
-        f'backend="{name}" is registered but not built yet. backend="zero3" partitions everything '
-        f"{name} would, and the parameters too."
-    )
 
 
 class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
@@ -87,11 +84,13 @@ class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Names this partitioner in Inductor's cache keys; the graphs themselves hold the rest."""
-        return "zero_compile.JointPartitioner"
+        return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         self._capture.lay_out(gm, self._options.bucket_bytes)
-        pipeline.run(pipeline.partition(), gm, verify=self._options.verify)
+        pipeline.run(
+            pipeline.partition(self._capture.session.stage), gm, verify=self._options.verify
+        )
         return compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
@@ -106,7 +105,12 @@ class GraphCompiler:
         phase = _phase(kwargs)
         self._capture.lay_out(gm, self._options.bucket_bytes)
         gradients = _gradient_outputs(gm, self._capture)
-        stages = pipeline.lower(self._capture.bucket_plans, self._capture.places, self._options)
+        stages = pipeline.lower(
+            self._capture.bucket_plans,
+            self._capture.places,
+            self._options,
+            self._capture.session.stage,
+        )
         gm = pipeline.run(stages, gm, verify=self._options.verify)
         plan = emit_plan(
             gm,
@@ -115,6 +119,7 @@ class GraphCompiler:
             world_size=self._capture.session.group.world_size,
             policy=self._options.schedule,
             buckets=self._capture.bucket_plans,
+            stage=self._capture.session.stage,
         )
         self._capture.session.plans.append(plan)
         compiled = compat.compile_fx_inner(gm, example_inputs, **compat.without_cudagraphs(kwargs))

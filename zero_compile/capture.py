@@ -19,9 +19,10 @@ from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
 from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
+from zero_runtime.entry import Entry
 from zero_runtime.errors import PlanError, UnsupportedError
-from zero_runtime.plan import BucketPlan
-from zero_runtime.session import Entry, Session, session_of
+from zero_runtime.plan import BucketPlan, Stage
+from zero_runtime.session import Session, session_of
 
 
 class Capture:
@@ -41,7 +42,12 @@ class Capture:
         """Parameter number to (bucket, slot)."""
 
     @staticmethod
-    def of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> "Capture":
+    def of(
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        stage: Stage = Stage.PARAMETERS,
+    ) -> "Capture":
         """Claim the parameters among a Dynamo graph's inputs, and watch over the rest of their model.
 
         Raises:
@@ -61,7 +67,7 @@ class Capture:
         for node in found:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
-        session = _session_for(found.values(), options)
+        session = _session_for(found.values(), options, stage)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
@@ -83,7 +89,11 @@ class Capture:
             for number in [parameter_number(g)]
         ]
         for group in group_uses(uses, bucket_bytes):
-            bucket = Bucket(plan_bucket(group, self.session.group.world_size), self.session.group)
+            bucket = Bucket(
+                plan_bucket(group, self.session.group.world_size),
+                self.session.group,
+                self.session.stage,
+            )
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
             self._number(parameter_number(gather))
@@ -110,12 +120,18 @@ class Capture:
         self.places[parameter] = (self.buckets.index(bucket), bucket.plan.slots.index(slot))
 
 
-def _session_for(parameters: Iterable[nn.Parameter], options: Options) -> Session:
+def _session_for(parameters: Iterable[nn.Parameter], options: Options, stage: Stage) -> Session:
     owners = (session_of(p) for p in parameters)
     known = next((s for s in owners if s is not None), None)
-    return known or Session(
-        _group(options), partial(lay_out_rest, bucket_bytes=options.bucket_bytes)
-    )
+    if known is None:
+        lay_out = partial(lay_out_rest, bucket_bytes=options.bucket_bytes)
+        return Session(_group(options), lay_out, stage)
+    if known.stage is not stage:
+        raise UnsupportedError(
+            f'the model is compiled with backend="zero{int(known.stage)}" and now with '
+            f'"zero{int(stage)}": a parameter can be partitioned in one way only.'
+        )
+    return known
 
 
 def _group(options: Options) -> Group:

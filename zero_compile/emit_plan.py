@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from torch.fx import GraphModule, Node
 
 from zero_runtime import ops
+from zero_runtime.bucket import reduced_numel
 from zero_runtime.plan import (
     BucketPlan,
     Channel,
     Phase,
     Plan,
+    Stage,
     Step,
     StepKind,
     dtype_name,
@@ -33,9 +35,10 @@ def emit_plan(
     world_size: int,
     policy: str,
     buckets: Sequence[BucketPlan],
+    stage: Stage = Stage.PARAMETERS,
 ) -> Plan:
     """The graph's steps in order, with the bytes each moves and what is held while it runs."""
-    ledger = _Ledger(buckets)
+    ledger = _Ledger(buckets, stage)
     steps: list[Step] = []
     for node in gm.graph.nodes:
         ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
@@ -50,8 +53,9 @@ def emit_plan(
 class _Ledger:
     """Bytes held at one point of the graph."""
 
-    def __init__(self, buckets: Sequence[BucketPlan]) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], stage: Stage) -> None:
         self.buckets = buckets
+        self._stage = stage
         self.gathered = self.reducing = self.gradients = 0
         self.last_reader: dict[Node, Node] = {}
         """Each whole gradient and the reduction after which it is free."""
@@ -61,8 +65,8 @@ class _Ledger:
         if kind is StepKind.ALL_GATHER_START:
             self.gathered += bucket.gathered_bytes(dtype_of(dtype))
         if kind is StepKind.REDUCE_SCATTER_START:
-            self.reducing += bucket.reducing_bytes()
-            self.gradients += bucket.chunk * bucket.torch_dtype.itemsize
+            self.reducing += self._reducing_bytes(bucket)
+            self.gradients += reduced_numel(bucket, self._stage) * bucket.torch_dtype.itemsize
 
     def close(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
         """What is free once the step has run."""
@@ -72,7 +76,10 @@ class _Ledger:
             free = {g for g in _gradients(node) if self.last_reader[g] is node}
             self.gradients -= sum(_nbytes(g) for g in free)
         if kind is StepKind.REDUCE_SCATTER_WAIT:
-            self.reducing -= bucket.reducing_bytes()
+            self.reducing -= self._reducing_bytes(bucket)
+
+    def _reducing_bytes(self, bucket: BucketPlan) -> int:
+        return 0 if self._stage is Stage.OPTIMIZER else bucket.reducing_bytes()
 
 
 def bucket_number(node: Node) -> int:

@@ -52,7 +52,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     owners = sessions(model)
     parameters = list(model.parameters())
-    shards = [b.shard for s in owners for b in s.buckets]
+    shards = [b.memory for s in owners for b in s.buckets]
     states = optimizer.state.values() if optimizer is not None else ()
     state = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
     gathered = [s.gathered_bytes() for s in owners]

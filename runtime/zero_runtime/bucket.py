@@ -9,7 +9,7 @@ import torch
 from zero_runtime import native
 from zero_runtime.buffers import flat_buffer, in_memory_order
 from zero_runtime.collectives import Group, Transfer
-from zero_runtime.plan import BucketPlan, Slot
+from zero_runtime.plan import BucketPlan, Slot, Stage
 
 
 class Flight(NamedTuple):
@@ -32,28 +32,44 @@ class Bucket:
 
     _serials = itertools.count()
 
-    def __init__(self, plan: BucketPlan, group: Group) -> None:
+    def __init__(self, plan: BucketPlan, group: Group, stage: Stage = Stage.PARAMETERS) -> None:
         self.plan = plan
+        self.stage = stage
         self.device = torch.device(plan.device)
         self.group = group
         self._transport = group.transport(self.device)
         self.serial = next(self._serials)
-        self._shard: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
         self._unreduced: torch.Tensor | None = None
         self.waiting: set[Slot] = set()
         """Slots whose gradients were kept whole and await the next reduction."""
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's elements, ``[chunk]`` of the storage dtype; zeros where nothing was stored.
+        """This rank's elements, ``[chunk]`` of the storage dtype; zeros where nothing was stored."""
+        return self._own_part(self.memory) if self.stays_whole else self.memory
 
-        Allocated at first use: a bucket is planned while tensors are fake.
-        """
-        if self._shard is None:
-            self._shard = torch.zeros(
-                self.plan.chunk, dtype=self.plan.torch_dtype, device=self.device
-            )
-        return self._shard
+    @property
+    def stays_whole(self) -> bool:
+        """Whether every rank holds all elements between steps: stages 1 and 2."""
+        return self.stage is not Stage.PARAMETERS
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All elements, ``[padded]``, at the stages that hold them."""
+        assert self.stays_whole
+        return self.memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What this rank holds. Allocated at first use: a bucket is planned while tensors are fake."""
+        if self._memory is None:
+            numel = self.plan.padded if self.stays_whole else self.plan.chunk
+            self._memory = torch.zeros(numel, dtype=self.plan.torch_dtype, device=self.device)
+        return self._memory
+
+    def _own_part(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded.narrow(0, self.group.rank * self.plan.chunk, self.plan.chunk)
 
     def store(self, slot: Slot, whole: torch.Tensor) -> None:
         """Keep this rank's part of ``whole``, a tensor of the slot's logical shape."""
@@ -80,22 +96,30 @@ class Bucket:
         if self.group.world_size == 1 and dtype is self.plan.torch_dtype:
             return Flight(self.shard, self._transport.all_gather(self.shard, self.shard))
         gathered = flat_buffer(self.plan.padded, dtype, self.device)
-        own = gathered.narrow(0, self.group.rank * self.plan.chunk, self.plan.chunk)
+        own = self._own_part(gathered)
         own.copy_(self.shard)
         return Flight(gathered, self._transport.all_gather(gathered, own))
+
+    def start_refresh(self) -> Flight:
+        """Start gathering every rank's part into :attr:`flat`, in place."""
+        return Flight(self.flat, self._transport.all_gather(self.flat, self.shard))
 
     def start_reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> Flight:
         """Start averaging whole ``gradients`` of ``slots``; this rank's part arrives as ``[chunk]``.
 
-        Elements of the bucket that no gradient covers count as zero.
+        At stage 1 all of the average arrives, ``[padded]``. Elements that no gradient covers count
+        as zero.
         """
         shard = self.empty_shard()
-        packed = shard if self.group.world_size == 1 else self._flat(self.plan.padded)
+        in_place = self.group.world_size == 1 or self.stage is Stage.OPTIMIZER
+        packed = shard if in_place else self._flat(self.plan.padded)
         self._pack(slots, gradients, packed)
         if self._unreduced is not None:
             packed.add_(self._unreduced)
             self._unreduced = None
             self.waiting.clear()
+        if self.stage is Stage.OPTIMIZER:
+            return Flight(packed, self.group.averaging(packed))
         return Flight(shard, self.group.reduction(self._transport, packed, shard))
 
     def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
@@ -106,8 +130,8 @@ class Bucket:
         self.waiting.update(slots)
 
     def empty_shard(self) -> torch.Tensor:
-        """Uninitialised memory for one reduced gradient of the bucket, ``[chunk]``."""
-        return self._flat(self.plan.chunk)
+        """Uninitialised memory for one reduced gradient of the bucket, as :meth:`start_reduce` gives it."""
+        return self._flat(reduced_numel(self.plan, self.stage))
 
     def _flat(self, numel: int) -> torch.Tensor:
         return flat_buffer(numel, self.plan.torch_dtype, self.device)
@@ -119,3 +143,8 @@ class Bucket:
         ordered = sorted(pairs, key=lambda pair: (pair[0].offset, pair[0].numel))
         sources = [in_memory_order(gradient, slot.stride) for slot, gradient in ordered]
         native.pack(sources, [slot.offset for slot, _ in ordered], packed)
+
+
+def reduced_numel(plan: BucketPlan, stage: Stage) -> int:
+    """Elements of a reduced gradient of the bucket on one rank."""
+    return plan.padded if stage is Stage.OPTIMIZER else plan.chunk

@@ -4,7 +4,7 @@ Every transfer is started and finished later; start order is the plan's, on ever
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -149,6 +149,21 @@ class _ThenReplicas:
         self.shard.div_(self.replicas.size())
 
 
+@dataclass
+class _Averaging:
+    works: list[Any]
+    value: torch.Tensor
+    group: "Group"
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.group.replicas is not None:
+            dist.all_reduce(self.value, group=self.group.replicas)
+        if self.group.data_ranks > 1:
+            self.value.div_(self.group.data_ranks)
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks that share a model's state, and how bytes move between them.
@@ -184,6 +199,13 @@ class Group:
         if self.replicas is None:
             return transfer
         return _ThenReplicas(transfer, shard, self.replicas)
+
+    def averaging(self, value: torch.Tensor) -> Transfer:
+        """Start averaging ``value`` in place over all ranks that train the model."""
+        works = []
+        if self.process_group is not None and self.world_size > 1:
+            works.append(dist.all_reduce(value, group=self.process_group, async_op=True))
+        return _Averaging(works, value, self)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` over all ranks that train the model, in place and returned."""

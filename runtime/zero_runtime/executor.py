@@ -11,7 +11,7 @@ from zero_runtime.bucket import Bucket, Flight
 from zero_runtime.collectives import Done
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place, ShardedGradient
-from zero_runtime.plan import Plan, StepKind
+from zero_runtime.plan import Plan, Stage, StepKind
 from zero_runtime.session import Session
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
@@ -64,6 +64,7 @@ class Executor:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         self.session.end_step()
+        self.session.finish_refresh()
         self.session.group.agreement.check(self._digest, lambda: self._outline, new=self._new)
         self._new = False
         self._cursor, self._gathered = 0, 0
@@ -150,10 +151,15 @@ class Executor:
     def _with_gradients(self, outputs: Sequence[Any]) -> list[Any]:
         result = list(outputs)
         for position, place in self._gradients.items():
-            local = place.bucket.local(place.slot, result[position])
-            kept = not self.session.synchronise  # whole, in its bucket, until the next reduction
-            result[position] = None if kept else ShardedGradient(local, place)
+            result[position] = self._gradient(place, result[position])
         return result
+
+    def _gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor | None:
+        if not self.session.synchronise:
+            return None  # whole, in its bucket, until the next reduction
+        if place.bucket.stage is Stage.OPTIMIZER:
+            return place.bucket.whole(place.slot, reduced)
+        return ShardedGradient(place.bucket.local(place.slot, reduced), place)
 
 
 #: Each wait and the start it waits for.

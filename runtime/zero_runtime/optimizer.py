@@ -56,6 +56,11 @@ class _Stepping:
         for session in self._sessions:
             session.end_step()
 
+    def refresh(self) -> None:
+        """Start sending what was updated to the ranks that hold whole parameters."""
+        for session in self._sessions:
+            session.start_refresh()
+
     def outside(self, closure: Closure) -> Closure:
         """The closure runs the model, so it must meet partitioned parameters, not shards."""
 
@@ -101,7 +106,9 @@ class StepHooks:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch after ``step``; steps that ended in an exception are dropped on the way."""
         while any(stepping.optimizer is optimizer for stepping in self._under_way):
-            self._under_way.pop().end()
+            stepping = self._under_way.pop()
+            stepping.end()
+            stepping.refresh()
 
 
 HOOKS = StepHooks()

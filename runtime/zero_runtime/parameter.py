@@ -97,8 +97,15 @@ def _for_one_operation(
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Parameters that are not partitioned yet: as they are, but for the gradient."""
-    if torch.is_grad_enabled() and func not in (_DATA_GET, _DATA_SET) and not _writes_first(func):
+    """Parameters that every rank holds whole: as they are, but for the gradient."""
+    for parameter in _parameters((args, kwargs)):
+        parameter.session.finish_refresh()
+    if func == _DATA_SET and args[0].session.entry(args[0]).placed:
+        _refuse_conversion(args[0], args[1])
+        func = torch.Tensor.copy_
+        args = (as_plain(args[0]).detach(), args[1])
+    reads = func not in (_DATA_GET, _DATA_SET) and not _writes_first(func)
+    if torch.is_grad_enabled() and reads:
         args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
     return _plain(func, args, kwargs)
 

@@ -6,7 +6,7 @@ a rank: every rank of a group holds the same plan.
 
 import hashlib
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 import torch
 from pydantic import TypeAdapter
@@ -14,6 +14,14 @@ from pydantic import TypeAdapter
 #: Parameters begin at multiples of this many elements, so that each is aligned to a cache line
 #: (and to what vector units and tensor cores want) in every gather dtype of two bytes or more.
 ALIGNMENT = 32
+
+
+class Stage(IntEnum):
+    """What is partitioned (Rajbhandari et al., ZeRO, 2020): each stage includes those before it."""
+
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
 
 
 class Phase(StrEnum):

@@ -1,8 +1,6 @@
 """The session: owns one compiled model's shards and knows which parameter lies where."""
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -11,124 +9,11 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
-from zero_runtime.buffers import husk
 from zero_runtime.collectives import Group
-from zero_runtime.errors import ZeroError
+from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
-from zero_runtime.plan import BucketPlan, Plan
-
-
-class ParameterState(Enum):
-    """A parameter's life in a session."""
-
-    CLAIMED = auto()
-    """Known to the session; whole, in its own memory, an ordinary parameter."""
-    GUARDED = auto()
-    """Still whole, since no graph has used it yet; eager code has its gradient averaged."""
-    SHARDED = auto()
-    """Spread over the ranks; the user's object holds no memory."""
-    STEPPING = auto()
-    """Inside ``optimizer.step()``: the user's object is this rank's flat shard."""
-
-
-class Entry:
-    """One parameter: the user's object (weakly held), its place, and its state."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.state = ParameterState.CLAIMED
-        self._parameter = weakref.ref(parameter)
-        self._place: Place | None = None
-        self._husk: torch.Tensor | None = None
-        self._gradient: torch.Tensor | None = None
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The user's object; None once the user's model is gone."""
-        return self._parameter()
-
-    @property
-    def placed(self) -> bool:
-        """Whether a bucket holds the parameter."""
-        return self._place is not None
-
-    @property
-    def place(self) -> Place:
-        """Where the elements are.
-
-        Raises:
-            ZeroError: no bucket holds the parameter yet.
-        """
-        if self._place is None:
-            raise ZeroError(f"parameter {self.name} is not partitioned yet")
-        return self._place
-
-    @place.setter
-    def place(self, place: Place) -> None:
-        self._place = place
-
-    @property
-    def whole(self) -> bool:
-        """Whether the user's object still holds every element."""
-        return self.state in (ParameterState.CLAIMED, ParameterState.GUARDED)
-
-    def guard(self, kind: type[ShardedParameter]) -> None:
-        """Make the object a ``kind`` that keeps its memory."""
-        if self.parameter is not None and self.state is ParameterState.CLAIMED:
-            self.parameter.__class__ = kind
-            self.state = ParameterState.GUARDED
-
-    def shard(self, kind: type[ShardedParameter]) -> None:
-        """Keep this rank's part in the bucket, free the rest, and make the object a ``kind``."""
-        parameter = self.parameter
-        if parameter is None or not self.whole:
-            return
-        parameter.__class__ = nn.Parameter
-        bucket, slot = self.place
-        bucket.store(slot, parameter.detach())
-        gradient = parameter.grad
-        parameter.grad = None
-        self._husk = husk(parameter)
-        parameter.data = self._husk
-        parameter.__class__ = kind
-        self.state = ParameterState.SHARDED
-        if gradient is not None:
-            parameter.grad = ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
-
-    def begin_step(self) -> None:
-        """Make the user's object its own flat shard, so that optimizer state is born partitioned.
-
-        A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
-        """
-        parameter = self.parameter
-        assert parameter is not None
-        bucket, slot = self.place
-        self._gradient = parameter.grad
-        parameter.__class__ = nn.Parameter
-        parameter.grad = None
-        parameter.data = bucket.local(slot, bucket.shard)
-        self.state = ParameterState.STEPPING
-        if self._gradient is not None and not isinstance(self._gradient, ShardedGradient):
-            part = bucket.part_of(slot, self._gradient)  # a whole gradient that a script has set
-            self._gradient = ShardedGradient(part.clone(), self.place)
-        if self._gradient is not None and parameter.numel():
-            parameter.grad = self._gradient.local
-
-    def end_step(self, kind: type[ShardedParameter]) -> None:
-        """The inverse of :meth:`begin_step`."""
-        parameter = self.parameter
-        if parameter is None or self.state is not ParameterState.STEPPING:
-            return
-        assert self._husk is not None
-        if parameter.numel() and parameter.grad is None:
-            self._gradient = None  # cleared while it was a shard
-        parameter.grad = None
-        parameter.data = self._husk
-        parameter.__class__ = kind
-        parameter.grad, self._gradient = self._gradient, None
-        self.state = ParameterState.SHARDED
-
+from zero_runtime.plan import BucketPlan, Plan, Stage
 
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
@@ -144,8 +29,9 @@ class GatheredBytes(NamedTuple):
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(self, group: Group, lay_out: LayOut) -> None:
+    def __init__(self, group: Group, lay_out: LayOut, stage: Stage = Stage.PARAMETERS) -> None:
         self.group = group
+        self.stage = stage
         self._lay_out = lay_out
         self.entries: list[Entry] = []
         self.buckets: list[Bucket] = []
@@ -156,6 +42,7 @@ class Session:
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""
         self._stepping = False
+        self._refreshing: list[Flight] = []
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
         self._class = class_for(self)
 
@@ -201,7 +88,7 @@ class Session:
                 self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         for plan, members in self._lay_out(rest, self.group.world_size):
-            self.adopt(Bucket(plan, self.group), members)
+            self.adopt(Bucket(plan, self.group, self.stage), members)
         if rest:
             self.partition()
 
@@ -219,6 +106,7 @@ class Session:
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
+        self.finish_refresh()
         self._stepping = True
         for parameter in parameters:
             self.entry(parameter).begin_step()
@@ -230,6 +118,17 @@ class Session:
         for entry in self.entries:
             entry.end_step(self._class)
         self._stepping = False
+
+    def start_refresh(self) -> None:
+        """After a step at stages 1 and 2: gather what each rank has updated, in place."""
+        if self.stage is not Stage.PARAMETERS:
+            self._refreshing = [bucket.start_refresh() for bucket in self.buckets]
+
+    def finish_refresh(self) -> None:
+        """Before parameters are read again."""
+        for flight in self._refreshing:
+            flight.land()
+        self._refreshing.clear()
 
     # -------------------------------------------------------------- whole parameters, one at a time
 
@@ -257,7 +156,7 @@ class Session:
 
         None where reductions are put off: the gradient waits in its bucket.
         """
-        if entry.whole:
+        if not entry.placed or self.stage is Stage.OPTIMIZER:
             self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             return self.group.average(gradient.clone())
         bucket, slot = entry.place

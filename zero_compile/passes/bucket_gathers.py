@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import calls, is_view, output_node, parameter_number, positions
-from zero_compile.passes.effects import channel_of, insert_call
+from zero_compile.fx_graph import calls, parameter_number, positions
+from zero_compile.passes.effects import channel_of, insert_call, keep_what_escapes
 from zero_runtime import ops
 from zero_runtime.plan import BucketPlan
 
@@ -54,7 +54,7 @@ def _gather_bucket(
             )
             gather.replace_all_uses_with(view)
             graph.erase_node(gather)
-    _keep_what_escapes(graph, full)
+    keep_what_escapes(graph, full)
 
 
 def _first_use(graph: Graph, gathers: Sequence[Node]) -> Node:
@@ -62,17 +62,3 @@ def _first_use(graph: Graph, gathers: Sequence[Node]) -> Node:
     order = positions(graph)
     users = [user for gather in gathers for user in gather.users]
     return min(users or gathers, key=order.__getitem__)
-
-
-def _keep_what_escapes(graph: Graph, full: Node) -> None:
-    """An output that shares memory with the bucket would lose it at the release: copy it out."""
-    output = output_node(graph)
-    for node in [n for n in _aliases(full) if output in n.users]:
-        with graph.inserting_after(node):
-            kept = insert_call(graph, ops.keep, node)
-        output.replace_input_with(node, kept)
-
-
-def _aliases(node: Node) -> list[Node]:
-    found = [user for user in node.users if is_view(user)]
-    return found + [alias for view in found for alias in _aliases(view)]

@@ -13,18 +13,23 @@ from torch.fx import Graph, GraphModule, Node
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.passes.effects import channel_of, insert_call
 from zero_runtime import ops
-from zero_runtime.plan import BucketPlan
+from zero_runtime.bucket import reduced_numel
+from zero_runtime.plan import BucketPlan, Stage
 
 
 def bucket_reductions(
-    gm: GraphModule, *, buckets: Sequence[BucketPlan], places: Mapping[int, tuple[int, int]]
+    gm: GraphModule,
+    *,
+    buckets: Sequence[BucketPlan],
+    places: Mapping[int, tuple[int, int]],
+    stage: Stage = Stage.PARAMETERS,
 ) -> GraphModule:
     """``places`` maps parameter numbers to (bucket, slot). Afterwards no ``zero3.reduce`` is left."""
     by_bucket: dict[int, list[Node]] = {}
     for reduce in calls(gm.graph, ops.reduce):
         by_bucket.setdefault(places[parameter_number(reduce)][0], []).append(reduce)
     for bucket, reduces in by_bucket.items():
-        _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places)
+        _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places, stage)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -36,6 +41,7 @@ def _reduce_bucket(
     bucket: BucketPlan,
     reduces: Sequence[Node],
     places: Mapping[int, tuple[int, int]],
+    stage: Stage,
 ) -> None:
     channel, order = channel_of(graph), positions(graph)
     gradients = [reduce.all_input_nodes[0] for reduce in reduces]
@@ -51,7 +57,7 @@ def _reduce_bucket(
             ticket,
             channel,
             number,
-            bucket.chunk,
+            reduced_numel(bucket, stage),
             bucket.torch_dtype,
             device,
         )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zero_compile.fx_graph import calls
+from zero_compile.fx_graph import calls, is_view, output_node
 from zero_runtime import compat, ops
 
 
@@ -30,3 +30,17 @@ def channel_of(graph: Graph) -> Node:
     )
     with graph.inserting_before(first):
         return insert_call(graph, ops.channel)
+
+
+def keep_what_escapes(graph: Graph, memory: Node) -> None:
+    """An output that shares memory with a bucket would lose it, or change under it: copy it out."""
+    output = output_node(graph)
+    for node in [n for n in (memory, *_aliases(memory)) if output in n.users]:
+        with graph.inserting_after(node):
+            kept = insert_call(graph, ops.keep, node)
+        output.replace_input_with(node, kept)
+
+
+def _aliases(node: Node) -> list[Node]:
+    found = [user for user in node.users if is_view(user)]
+    return found + [alias for view in found for alias in _aliases(view)]

@@ -13,11 +13,15 @@ from zero_runtime import compat, ops
 _REGION = 100_000
 
 
-def regather_in_backward(gm: GraphModule) -> GraphModule:
-    """Tag gathers, and what derives from them alone, for recomputation by the partitioner."""
+def regather_in_backward(gm: GraphModule, *, derived_too: bool = True) -> GraphModule:
+    """Tag gathers, and what derives from them alone, for recomputation by the partitioner.
+
+    ``derived_too`` is off where gathering costs nothing (stages 1 and 2): the partitioner then weighs
+    a cast or a weight norm like anything else.
+    """
     derived: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.target is ops.gather or _derives(node, derived):
+        if node.target is ops.gather or (derived_too and _derives(node, derived)):
             derived.add(node)
             node.meta["recompute"] = compat.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION

@@ -1,0 +1,141 @@
+"""One parameter of a session, and the states it goes through."""
+
+import weakref
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from zero_runtime.buffers import husk
+from zero_runtime.errors import ZeroError
+from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.plan import Stage
+
+
+class ParameterState(Enum):
+    """A parameter's life in a session."""
+
+    CLAIMED = auto()
+    """Known to the session; whole, in its own memory, an ordinary parameter."""
+    GUARDED = auto()
+    """Still whole, since no graph has used it yet; eager code has its gradient averaged."""
+    SHARDED = auto()
+    """In a bucket. At stage 3 the user's object holds no memory; before, it is a view of the bucket."""
+    STEPPING = auto()
+    """Inside ``optimizer.step()``: the user's object is this rank's flat shard."""
+
+
+class Entry:
+    """One parameter: the user's object (weakly held), its place, and its state."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.state = ParameterState.CLAIMED
+        self._parameter = weakref.ref(parameter)
+        self._place: Place | None = None
+        self._home: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The user's object; None once the user's model is gone."""
+        return self._parameter()
+
+    @property
+    def placed(self) -> bool:
+        """Whether a bucket holds the parameter."""
+        return self._place is not None
+
+    @property
+    def place(self) -> Place:
+        """Where the elements are.
+
+        Raises:
+            ZeroError: no bucket holds the parameter yet.
+        """
+        if self._place is None:
+            raise ZeroError(f"parameter {self.name} is not partitioned yet")
+        return self._place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._place = place
+
+    @property
+    def whole(self) -> bool:
+        """Whether the user's object holds every element."""
+        if self.state is ParameterState.SHARDED:
+            return self.place.bucket.stays_whole
+        return self.state is not ParameterState.STEPPING
+
+    def guard(self, kind: type[nn.Parameter]) -> None:
+        """Make the object a ``kind`` that keeps its memory."""
+        if self.parameter is not None and self.state is ParameterState.CLAIMED:
+            self.parameter.__class__ = kind
+            self.state = ParameterState.GUARDED
+
+    def shard(self, kind: type[nn.Parameter]) -> None:
+        """Keep this rank's part in the bucket, free the rest, and make the object a ``kind``."""
+        parameter = self.parameter
+        if parameter is None or self.state not in (ParameterState.CLAIMED, ParameterState.GUARDED):
+            return
+        parameter.__class__ = nn.Parameter
+        gradient, parameter.grad = parameter.grad, None
+        self._home = self._moved_into_bucket(parameter)
+        parameter.data = self._home
+        parameter.__class__ = kind
+        self.state = ParameterState.SHARDED
+        if gradient is not None:
+            parameter.grad = self._as_kept(gradient)
+
+    def _moved_into_bucket(self, parameter: nn.Parameter) -> torch.Tensor:
+        bucket, slot = self.place
+        if not bucket.stays_whole:
+            bucket.store(slot, parameter.detach())
+            return husk(parameter)
+        home = bucket.whole(slot, bucket.flat)
+        home.copy_(parameter.detach())
+        return home
+
+    def _as_kept(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A whole gradient in the form in which the stage keeps gradients."""
+        bucket, slot = self.place
+        if isinstance(gradient, ShardedGradient) or bucket.stage is Stage.OPTIMIZER:
+            return gradient
+        return ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
+
+    def begin_step(self) -> None:
+        """Make the user's object its own flat shard, so that optimizer state is born partitioned.
+
+        A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
+        """
+        parameter = self.parameter
+        assert parameter is not None
+        bucket, slot = self.place
+        self._gradient = parameter.grad
+        parameter.__class__ = nn.Parameter
+        parameter.grad = None
+        parameter.data = bucket.local(slot, bucket.shard)
+        self.state = ParameterState.STEPPING
+        if self._gradient is not None:
+            self._gradient = self._as_kept(self._gradient)  # a script may have set a whole one
+        if self._gradient is not None and parameter.numel():
+            gradient = self._gradient
+            if isinstance(gradient, ShardedGradient):
+                parameter.grad = gradient.local
+            else:
+                parameter.grad = bucket.part_of(slot, gradient)
+
+    def end_step(self, kind: type[nn.Parameter]) -> None:
+        """The inverse of :meth:`begin_step`."""
+        parameter = self.parameter
+        if parameter is None or self.state is not ParameterState.STEPPING:
+            return
+        assert self._home is not None
+        if parameter.numel() and parameter.grad is None:
+            self._gradient = None  # cleared while it was a shard
+        parameter.grad = None
+        parameter.data = self._home
+        parameter.__class__ = kind
+        parameter.grad, self._gradient = self._gradient, None
+        self.state = ParameterState.SHARDED
