@@ -52,7 +52,9 @@ def test_an_unknown_name_like_no_other_lists_them_all():
         parse({"zzz": 1})
     message = str(caught.value)
     assert "Did you mean" not in message
-    assert message.endswith("Valid options: bucket_bytes, group, inductor, mesh, schedule, verify.")
+    assert message.endswith(
+        "Valid options: bf16, bucket_bytes, fp16, group, inductor, mesh, reduce_dtype, schedule, verify."
+    )
 
 
 @pytest.mark.parametrize(

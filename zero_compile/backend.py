@@ -119,7 +119,7 @@ class GraphCompiler:
             world_size=self._capture.session.group.world_size,
             policy=self._options.schedule,
             buckets=self._capture.bucket_plans,
-            stage=self._capture.session.stage,
+            policy_of_state=self._capture.session.policy,
         )
         self._capture.session.plans.append(plan)
         compiled = compat.compile_fx_inner(gm, example_inputs, **compat.without_cudagraphs(kwargs))

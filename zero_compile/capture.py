@@ -13,7 +13,7 @@ from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import Use, group_uses, plan_bucket
 from zero_compile.options import Options
 from zero_compile.passes.sink_casts import narrow_dtype
-from zero_compile.refusals import refuse_in_graph, refuse_parameter
+from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
 from zero_compile.root import find_root, parameter_names
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
@@ -21,7 +21,7 @@ from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
 from zero_runtime.entry import Entry
 from zero_runtime.errors import PlanError, UnsupportedError
-from zero_runtime.plan import BucketPlan, Stage
+from zero_runtime.plan import BucketPlan, Policy, Stage
 from zero_runtime.session import Session, session_of
 
 
@@ -58,7 +58,7 @@ class Capture:
             n: p for n, p in zip(nodes, example_inputs, strict=True) if isinstance(p, nn.Parameter)
         }
         if not found:
-            return Capture(Session(ALONE, lay_out_rest), {}, [], "")
+            return Capture(Session(ALONE, lay_out_rest, Policy()), {}, [], "")
         root = find_root(list(found.values()))
         named = (
             {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
@@ -67,6 +67,7 @@ class Capture:
         for node in found:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
+        refuse_wide(found.values(), options)
         session = _session_for(found.values(), options, stage)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
@@ -92,7 +93,7 @@ class Capture:
             bucket = Bucket(
                 plan_bucket(group, self.session.group.world_size),
                 self.session.group,
-                self.session.stage,
+                self.session.policy,
             )
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
@@ -125,13 +126,17 @@ def _session_for(parameters: Iterable[nn.Parameter], options: Options, stage: St
     known = next((s for s in owners if s is not None), None)
     if known is None:
         lay_out = partial(lay_out_rest, bucket_bytes=options.bucket_bytes)
-        return Session(_group(options), lay_out, stage)
+        return Session(_group(options), lay_out, _policy(options, stage))
     if known.stage is not stage:
         raise UnsupportedError(
             f'the model is compiled with backend="zero{int(known.stage)}" and now with '
             f'"zero{int(stage)}": a parameter can be partitioned in one way only.'
         )
     return known
+
+
+def _policy(options: Options, stage: Stage) -> Policy:
+    return Policy(stage, options.bf16 or options.fp16, options.reduce_dtype)
 
 
 def _group(options: Options) -> Group:

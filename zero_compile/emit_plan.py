@@ -11,12 +11,15 @@ from zero_runtime.plan import (
     Channel,
     Phase,
     Plan,
+    Policy,
     Stage,
     Step,
     StepKind,
     dtype_name,
     dtype_of,
 )
+
+_DEFAULT = Policy()
 
 _KINDS = {
     ops.all_gather_start: (StepKind.ALL_GATHER_START, Channel.ALL_GATHER),
@@ -35,10 +38,10 @@ def emit_plan(
     world_size: int,
     policy: str,
     buckets: Sequence[BucketPlan],
-    stage: Stage = Stage.PARAMETERS,
+    policy_of_state: Policy = _DEFAULT,
 ) -> Plan:
     """The graph's steps in order, with the bytes each moves and what is held while it runs."""
-    ledger = _Ledger(buckets, stage)
+    ledger = _Ledger(buckets, policy_of_state)
     steps: list[Step] = []
     for node in gm.graph.nodes:
         ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
@@ -53,9 +56,9 @@ def emit_plan(
 class _Ledger:
     """Bytes held at one point of the graph."""
 
-    def __init__(self, buckets: Sequence[BucketPlan], stage: Stage) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], policy: Policy) -> None:
         self.buckets = buckets
-        self._stage = stage
+        self._policy = policy
         self.gathered = self.reducing = self.gradients = 0
         self.last_reader: dict[Node, Node] = {}
         """Each whole gradient and the reduction after which it is free."""
@@ -66,7 +69,9 @@ class _Ledger:
             self.gathered += bucket.gathered_bytes(dtype_of(dtype))
         if kind is StepKind.REDUCE_SCATTER_START:
             self.reducing += self._reducing_bytes(bucket)
-            self.gradients += reduced_numel(bucket, self._stage) * bucket.torch_dtype.itemsize
+            self.gradients += (
+                reduced_numel(bucket, self._policy.stage) * bucket.torch_dtype.itemsize
+            )
 
     def close(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
         """What is free once the step has run."""
@@ -79,7 +84,10 @@ class _Ledger:
             self.reducing -= self._reducing_bytes(bucket)
 
     def _reducing_bytes(self, bucket: BucketPlan) -> int:
-        return 0 if self._stage is Stage.OPTIMIZER else bucket.reducing_bytes()
+        dtype = self._policy.reduce_dtype or bucket.dtype
+        if self._policy.stage is Stage.OPTIMIZER:  # in place, unless in another dtype
+            return 0 if dtype == bucket.dtype else bucket.padded * dtype_of(dtype).itemsize
+        return bucket.reducing_bytes(dtype_of(dtype))
 
 
 def bucket_number(node: Node) -> int:

@@ -34,6 +34,15 @@ class Options(BaseModel):
     mesh: Any = None
     """A DeviceMesh instead: one dimension to shard over, or (replicate, shard)."""
 
+    bf16: bool = False
+    """The model is bfloat16; optimizers step on float32 master copies of its shards."""
+
+    fp16: bool = False
+    """The same for a float16 model."""
+
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What gradients are averaged in; None: their own dtype."""
+
     inductor: dict[str, Any] = Field(default_factory=dict)
     """Inductor's own config options for the rest of the graph."""
 

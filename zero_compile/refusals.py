@@ -1,11 +1,12 @@
 """What cannot be right on partitioned parameters, refused before anything is partitioned."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from zero_compile.options import Options
 from zero_runtime import compat
 from zero_runtime.errors import UnsupportedError
 
@@ -113,3 +114,22 @@ def _target_name(node: Node) -> str:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def refuse_wide(parameters: Iterable[nn.Parameter], options: Options) -> None:
+    """Raise where master weights are asked for and the model is not of the 16-bit dtype.
+
+    Raises:
+        UnsupportedError: says how to convert the model.
+    """
+    parameters = list(parameters)
+    for wanted, dtype, call in (
+        (options.bf16, torch.bfloat16, "model.bfloat16()"),
+        (options.fp16, torch.float16, "model.half()"),
+    ):
+        if wanted and not any(p.dtype is dtype for p in parameters):
+            raise UnsupportedError(
+                f"float32 master weights for {dtype} were asked for, and no parameter of the graph is "
+                f"{dtype}. Call {call} before the first forward; for a float32 model under "
+                "torch.autocast nothing need be asked for: its shards are float32 already."
+            )

@@ -13,7 +13,10 @@ from zero_runtime.session import Session, session_of
 
 
 class MemoryReport(NamedTuple):
-    """Bytes on this rank, each storage counted once; ``whole_parameters`` is the unsharded model."""
+    """Bytes on this rank, each storage counted once.
+
+    ``optimizer`` includes float32 master weights; ``whole_parameters`` is the unsharded model.
+    """
 
     parameters: int
     gradients: int
@@ -52,14 +55,16 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     owners = sessions(model)
     parameters = list(model.parameters())
-    shards = [b.memory for s in owners for b in s.buckets]
+    buckets = [b for s in owners for b in s.buckets]
+    shards = [b.memory for b in buckets]
+    masters = [b.stepped for b in buckets if b.has_master]
     states = optimizer.state.values() if optimizer is not None else ()
     state = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
     gathered = [s.gathered_bytes() for s in owners]
     return MemoryReport(
         parameters=storage_bytes([*shards, *parameters]),
         gradients=storage_bytes(_local(p.grad) for p in parameters if p.grad is not None),
-        optimizer=storage_bytes(state),
+        optimizer=storage_bytes([*state, *masters]),
         gathered_peak=max(g.peak for g in gathered),
         gathered_planned=max(g.planned for g in gathered),
         whole_parameters=sum(p.numel() * p.element_size() for p in parameters),

@@ -9,7 +9,7 @@ import torch
 from zero_runtime import native
 from zero_runtime.buffers import flat_buffer, in_memory_order
 from zero_runtime.collectives import Group, Transfer
-from zero_runtime.plan import BucketPlan, Slot, Stage
+from zero_runtime.plan import BucketPlan, Policy, Slot, Stage, dtype_of
 
 
 class Flight(NamedTuple):
@@ -24,6 +24,9 @@ class Flight(NamedTuple):
         return self.tensor
 
 
+_DEFAULT = Policy()
+
+
 class Bucket:
     """Owns this rank's part of every parameter in the bucket.
 
@@ -32,14 +35,16 @@ class Bucket:
 
     _serials = itertools.count()
 
-    def __init__(self, plan: BucketPlan, group: Group, stage: Stage = Stage.PARAMETERS) -> None:
+    def __init__(self, plan: BucketPlan, group: Group, policy: Policy = _DEFAULT) -> None:
         self.plan = plan
-        self.stage = stage
+        self.policy = policy
+        self.stage = policy.stage
         self.device = torch.device(plan.device)
         self.group = group
         self._transport = group.transport(self.device)
         self.serial = next(self._serials)
         self._memory: torch.Tensor | None = None
+        self._master: torch.Tensor | None = None
         self._unreduced: torch.Tensor | None = None
         self.waiting: set[Slot] = set()
         """Slots whose gradients were kept whole and await the next reduction."""
@@ -68,12 +73,35 @@ class Bucket:
             self._memory = torch.zeros(numel, dtype=self.plan.torch_dtype, device=self.device)
         return self._memory
 
+    @property
+    def stepped(self) -> torch.Tensor:
+        """What optimizers step on, ``[chunk]``: float32 master weights, or the shard itself."""
+        if not self.has_master:
+            return self.shard
+        if self._master is None:
+            self._master = self.shard.float()
+        return self._master
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the bucket keeps float32 copies of 16-bit shards."""
+        dtype = self.plan.torch_dtype
+        return self.policy.master_weights and dtype.is_floating_point and dtype.itemsize == 2
+
+    def take_over_step(self) -> None:
+        """After a step: round the master weights into the shard."""
+        if self._master is not None:
+            self.shard.copy_(self._master)
+
     def _own_part(self, padded: torch.Tensor) -> torch.Tensor:
         return padded.narrow(0, self.group.rank * self.plan.chunk, self.plan.chunk)
 
     def store(self, slot: Slot, whole: torch.Tensor) -> None:
         """Keep this rank's part of ``whole``, a tensor of the slot's logical shape."""
-        self.local(slot, self.shard).copy_(self.part_of(slot, whole))
+        part = self.part_of(slot, whole)
+        self.local(slot, self.shard).copy_(part)
+        if self._master is not None:
+            self.local(slot, self._master).copy_(part)
 
     def part_of(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``whole`` (of the slot's logical shape), flat."""
@@ -112,19 +140,32 @@ class Bucket:
         """
         shard = self.empty_shard()
         in_place = self.group.world_size == 1 or self.stage is Stage.OPTIMIZER
-        packed = shard if in_place else self._flat(self.plan.padded)
+        if in_place and self.reduce_dtype is self.plan.torch_dtype:
+            packed = shard
+        else:
+            packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
         self._pack(slots, gradients, packed)
         if self._unreduced is not None:
             packed.add_(self._unreduced)
             self._unreduced = None
             self.waiting.clear()
+        return self._send(packed, shard)
+
+    def _send(self, packed: torch.Tensor, shard: torch.Tensor) -> Flight:
         if self.stage is Stage.OPTIMIZER:
-            return Flight(packed, self.group.averaging(packed))
+            return Flight(shard, self.group.averaging(packed, into=shard))
         return Flight(shard, self.group.reduction(self._transport, packed, shard))
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients are packed, sent and averaged in."""
+        name = self.policy.reduce_dtype
+        stored = self.plan.torch_dtype
+        return dtype_of(name) if name and stored.is_floating_point else stored
 
     def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
         """Add whole gradients to those that await the next :meth:`start_reduce`; nothing is sent."""
-        packed = self._flat(self.plan.padded)
+        packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
         self._pack(slots, gradients, packed)
         self._unreduced = packed if self._unreduced is None else self._unreduced.add_(packed)
         self.waiting.update(slots)

@@ -116,10 +116,24 @@ class NativeTransport:
         return work
 
     def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        part = shard if shard.dtype is packed.dtype else shard.to(packed.dtype)
         work: Transfer = compat.reduce_scatter_single(
-            shard, packed, op=dist.ReduceOp.AVG, group=self.group, async_op=True
+            part, packed, op=dist.ReduceOp.AVG, group=self.group, async_op=True
         )
-        return work
+        return work if part is shard else _ThenCast(work, part, shard)
+
+
+@dataclass
+class _ThenCast:
+    """A transfer whose result is wanted in another dtype."""
+
+    transfer: Transfer
+    part: torch.Tensor
+    shard: torch.Tensor
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        self.shard.copy_(self.part)
 
 
 @dataclass(frozen=True)
@@ -153,6 +167,7 @@ class _ThenReplicas:
 class _Averaging:
     works: list[Any]
     value: torch.Tensor
+    into: torch.Tensor
     group: "Group"
 
     def wait(self) -> None:
@@ -162,6 +177,8 @@ class _Averaging:
             dist.all_reduce(self.value, group=self.group.replicas)
         if self.group.data_ranks > 1:
             self.value.div_(self.group.data_ranks)
+        if self.into is not self.value:
+            self.into.copy_(self.value)
 
 
 @dataclass(frozen=True)
@@ -200,12 +217,12 @@ class Group:
             return transfer
         return _ThenReplicas(transfer, shard, self.replicas)
 
-    def averaging(self, value: torch.Tensor) -> Transfer:
-        """Start averaging ``value`` in place over all ranks that train the model."""
+    def averaging(self, value: torch.Tensor, *, into: torch.Tensor) -> Transfer:
+        """Start averaging ``value`` over all ranks that train the model; the mean lands in ``into``."""
         works = []
         if self.process_group is not None and self.world_size > 1:
             works.append(dist.all_reduce(value, group=self.process_group, async_op=True))
-        return _Averaging(works, value, self)
+        return _Averaging(works, value, into, self)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` over all ranks that train the model, in place and returned."""

@@ -115,16 +115,17 @@ class Entry:
         self._gradient = parameter.grad
         parameter.__class__ = nn.Parameter
         parameter.grad = None
-        parameter.data = bucket.local(slot, bucket.shard)
+        parameter.data = bucket.local(slot, bucket.stepped)
         self.state = ParameterState.STEPPING
         if self._gradient is not None:
             self._gradient = self._as_kept(self._gradient)  # a script may have set a whole one
         if self._gradient is not None and parameter.numel():
             gradient = self._gradient
             if isinstance(gradient, ShardedGradient):
-                parameter.grad = gradient.local
+                gradient = gradient.local
             else:
-                parameter.grad = bucket.part_of(slot, gradient)
+                gradient = bucket.part_of(slot, gradient)
+            parameter.grad = gradient.to(parameter.dtype)
 
     def end_step(self, kind: type[nn.Parameter]) -> None:
         """The inverse of :meth:`begin_step`."""

@@ -24,6 +24,19 @@ class Stage(IntEnum):
     PARAMETERS = 3
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How a session keeps its state.
+
+    ``master_weights``: the optimizer steps on float32 copies of 16-bit shards (Micikevicius et al.,
+    Mixed Precision Training, 2018). ``reduce_dtype``: what gradients are averaged in; None: theirs.
+    """
+
+    stage: Stage = Stage.PARAMETERS
+    master_weights: bool = False
+    reduce_dtype: str | None = None
+
+
 class Phase(StrEnum):
     """Which of a model's graphs a plan belongs to."""
 
@@ -121,12 +134,15 @@ class BucketPlan:
             return 0
         return self.padded * dtype.itemsize
 
-    def reducing_bytes(self) -> int:
-        """Memory one reduction occupies at most: what is sent, and room to receive the others' parts.
+    def reducing_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Memory one reduction in ``dtype`` (None: the stored one) occupies at most.
 
-        One rank alone reduces in place.
+        What is sent, and room to receive the others' parts; one rank alone reduces in place, unless
+        a cast needs room.
         """
-        return 0 if self.world_size == 1 else 2 * self.padded * self.torch_dtype.itemsize
+        dtype = dtype or self.torch_dtype
+        copies = 2 if self.world_size > 1 else int(dtype is not self.torch_dtype)
+        return copies * self.padded * dtype.itemsize
 
 
 @dataclass(frozen=True)

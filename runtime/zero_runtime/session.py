@@ -13,7 +13,7 @@ from zero_runtime.collectives import Group
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
-from zero_runtime.plan import BucketPlan, Plan, Stage
+from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
 
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
@@ -29,9 +29,10 @@ class GatheredBytes(NamedTuple):
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(self, group: Group, lay_out: LayOut, stage: Stage = Stage.PARAMETERS) -> None:
+    def __init__(self, group: Group, lay_out: LayOut, policy: Policy) -> None:
         self.group = group
-        self.stage = stage
+        self.policy = policy
+        self.stage = policy.stage
         self._lay_out = lay_out
         self.entries: list[Entry] = []
         self.buckets: list[Bucket] = []
@@ -88,7 +89,7 @@ class Session:
                 self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         for plan, members in self._lay_out(rest, self.group.world_size):
-            self.adopt(Bucket(plan, self.group, self.stage), members)
+            self.adopt(Bucket(plan, self.group, self.policy), members)
         if rest:
             self.partition()
 
@@ -120,7 +121,9 @@ class Session:
         self._stepping = False
 
     def start_refresh(self) -> None:
-        """After a step at stages 1 and 2: gather what each rank has updated, in place."""
+        """After a step: round master weights; at stages 1 and 2 gather what each rank has updated."""
+        for bucket in self.buckets:
+            bucket.take_over_step()
         if self.stage is not Stage.PARAMETERS:
             self._refreshing = [bucket.start_refresh() for bucket in self.buckets]
 

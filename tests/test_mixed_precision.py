@@ -1,0 +1,150 @@
+"""16-bit parameters with float32 master weights, and the dtype in which gradients are averaged."""
+
+import copy
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import mean_over_ranks, mine
+
+import zero_compile
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)).bfloat16()
+
+
+def _batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    make = lambda: torch.randn(12, 16, generator=generator).bfloat16()  # noqa: E731
+    return [(make(), make()) for _ in range(count)]
+
+
+def _loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x).float(), y.float())
+
+
+def _reference(steps: int, size: int) -> list[float]:
+    """Unsharded: bfloat16 working copies of float32 masters, gradients averaged over parts of the batch."""
+    model = _model()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    losses = []
+    for x, y in _batches(steps):
+        parts = [_loss(model, a, b) for a, b in zip(x.chunk(size), y.chunk(size), strict=True)]
+        (sum(parts) / size).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        losses.append(float(sum(parts)) / size)
+    return losses
+
+
+def _trained(steps: int, options: dict[str, Any], backend: str) -> tuple[list[float], list[float]]:
+    model = _model()
+    compiled = torch.compile(model, backend=backend, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in _batches(steps):
+        loss = _loss(compiled, *mine(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    return losses, _reference(steps, dist.get_world_size())
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3"])
+def test_master_weights_follow_an_unsharded_reference(backend: str) -> None:
+    options = {"bf16": True, "reduce_dtype": "float32"}
+    for losses, reference in ranks.run(2, _trained, 30, options, backend):
+        assert losses == pytest.approx(reference, rel=2e-2)
+
+
+def test_plain_bfloat16_loses_small_updates_that_masters_keep() -> None:
+    """Updates of 1e-5 of a weight vanish in bfloat16 and add up in float32."""
+    moved = {}
+    for options in ({}, {"bf16": True}):
+        model = _model()
+        before = copy.deepcopy(model)
+        compiled = torch.compile(model, backend="zero3", options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        for _ in range(400):
+            compiled(torch.ones(2, 16).bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        changed = [
+            (p.detach() != q).float().mean()
+            for p, q in zip(model.parameters(), before.parameters(), strict=True)
+        ]
+        moved[bool(options)] = float(sum(changed))
+    assert moved[True] > 2 * moved[False]
+
+
+def _held() -> tuple[int, int, int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8))).bfloat16()
+    compiled = torch.compile(
+        model, backend="zero3", options={"bf16": True, "bucket_bytes": 1 << 15}
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(torch.randn(4, 96).bfloat16()).square().mean().backward()
+    optimizer.step()
+    report = zero_compile.memory_report(model, optimizer)
+    elements = sum(p.numel() for p in model.parameters())
+    return report.parameters, report.gradients, report.optimizer, elements
+
+
+def test_two_and_two_and_twelve_bytes_a_parameter_over_the_world() -> None:
+    for parameters, gradients, state, elements in ranks.run(2, _held):
+        assert parameters == pytest.approx(2 * elements / 2, rel=0.01)
+        assert gradients == pytest.approx(2 * elements / 2, rel=0.01)
+        assert state == pytest.approx(12 * elements / 2, rel=0.01)
+
+
+def _loaded() -> tuple[float, float]:
+    """Weights loaded after the first step reach the masters too."""
+    model = _model()
+    compiled = torch.compile(model, backend="zero3", options={"bf16": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    compiled(torch.ones(2, 16).bfloat16()).sum().backward()
+    optimizer.step()
+    fresh = {n: torch.full_like(v, 0.25) for n, v in model.state_dict().items()}
+    model.load_state_dict(fresh)
+    optimizer.step()
+    value = model[0].weight.detach().float()
+    return float(value.min()), float(value.max())
+
+
+def test_loaded_weights_survive_the_next_step() -> None:
+    assert ranks.run(2, _loaded) == [(0.25, 0.25)] * 2
+
+
+def _reduced(name: str | None) -> float:
+    """One element whose ranks' gradients cancel only in a wide enough dtype."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    options = {"reduce_dtype": name} if name else {}
+    compiled = torch.compile(model, backend="zero3", options=options)
+    compiled(torch.full((1, 1), 1.0 + dist.get_rank() / 128).bfloat16()).sum().backward()
+    assert model.weight.grad is not None
+    return float(model.weight.grad.full_tensor())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [None, "float32", "bfloat16"])
+def test_gradients_are_averaged_in_the_dtype_asked_for(name: str | None) -> None:
+    for value in ranks.run(3, _reduced, name):
+        assert value == pytest.approx(1 + 1 / 128, abs=1 / 128)
+
+
+@pytest.mark.parametrize(("option", "call"), [("bf16", "bfloat16"), ("fp16", "half")])
+def test_masters_of_a_float32_model_are_refused_with_what_to_do(option: str, call: str) -> None:
+    with pytest.raises(Exception, match=call):
+        torch.compile(nn.Linear(2, 2), backend="zero3", options={option: True})(torch.ones(1, 2))
