@@ -1,8 +1,6 @@
 """Ways in which real models and loops meet the partition: each is right, or refused with the reason."""
 
 import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +9,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Run, against_unsharded, assert_same_training, mine
 
 import zero_compile
-from zero_runtime.session import session_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 
@@ -374,185 +370,62 @@ def test_past_the_recompile_limit_training_stays_right() -> None:
         assert_same_training(plain, sharded)
 
 
-# ------------------------------------------------------------------------------ eager access
+class LoopsWithBreaks(Base):
+    """Dynamo skips a function whose graph breaks inside a loop: nothing of this model is compiled."""
 
-
-def _partitioned() -> nn.Module:
-    torch.manual_seed(0)
-    model = Chain()
-    torch.compile(model, backend="zero3")(torch.ones(1, 6))
-    return model
-
-
-def _access() -> dict[str, bool]:
-    """What eager code may do with a partitioned parameter, against an equal plain model."""
-    model = _partitioned()
-    torch.manual_seed(0)
-    twin = Chain()
-    p, q = model.one.weight, twin.one.weight
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    facts = {
-        "state_dict": all(
-            torch.equal(a, b)
-            for a, b in zip(torch.load(buffer).values(), twin.state_dict().values(), strict=True)
-        ),
-        "deepcopy": torch.equal(copy.deepcopy(model).one.weight, q),
-        "pickle": torch.equal(pickle.loads(pickle.dumps(p)), q),
-        "equal": torch.equal(p, q),
-        "compare": bool((p == q).all()),
-        "item": p[0, 0].item() == q[0, 0].item(),
-        "numpy": (p.detach().numpy() == q.detach().numpy()).all(),
-        "numel": sum(x.numel() for x in model.parameters())
-        == sum(x.numel() for x in twin.parameters()),
-        "shape": p.shape == q.shape and p.dtype == q.dtype and p.stride() == q.stride(),
-        "clone": torch.equal(p.clone(), q),
-        "to_same": torch.equal(model.to(torch.float32).one.weight, q),
-    }
-    with torch.no_grad():
-        for weight in (p, q):
-            weight[0] = 1.0
-            weight.mul_(0.5)
-        facts["in_place"] = torch.equal(p, q)
-        p.copy_(torch.ones(6, 6))
-        facts["copy_"] = torch.equal(p, torch.ones(6, 6))
-    model.load_state_dict(twin.state_dict())
-    facts["load_state_dict"] = torch.equal(p, q)
-    torch.manual_seed(5)
-    nn.init.normal_(p)
-    torch.manual_seed(5)
-    nn.init.normal_(q)
-    facts["init"] = torch.equal(p, q)
-    return facts
-
-
-def test_eager_access_meets_the_logical_parameter() -> None:
-    for facts in ranks.run(2, _access):
-        assert all(facts.values()), facts
-
-
-def test_a_read_warns_once_and_names_the_place() -> None:
-    model = _partitioned()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model.one.weight.sum()
-    ours = [w for w in seen if "outside the compiled graph" in str(w.message)]
-    assert len(ours) == 1
-    assert ours[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda m: m.one.weight.data, "detach"),
-        (lambda m: m.half(), "Convert the model before"),
-        (lambda m: m.to(torch.bfloat16), "Convert the model before"),
-        (lambda m: m.one.weight.mul_(2), "leaf Variable"),
-    ],
-)
-def test_what_would_be_lost_is_refused(use: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        use(_partitioned())
-
-
-# ------------------------------------------------------------------------------ refusals
-
-
-class WritesInGraph(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.one.weight.mul_(0.9)
-        return self.one(x)
-
-
-class SparseEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 6, sparse=True)
+    @torch.compiler.disable
+    def eager(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(layer(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x.long().abs() % 10)
+        for layer in (self.one, self.two, self.three):
+            x = self.eager(layer, x)
+        return x
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (WritesInGraph, "writes to parameter one.weight"),
-        (SparseEmbedding, "sparse=False"),
-        (lambda: Chain().to("meta"), "meta device"),
-    ],
-)
-def test_a_model_that_cannot_be_right_is_refused(
-    make: Callable[[], nn.Module], message: str
-) -> None:
-    model = make()
-    x = torch.ones(2, 6, device=next(model.parameters()).device)
-    with pytest.raises(Exception, match=message):
-        torch.compile(model, backend="zero3")(x)
-    assert session_of(next(model.parameters())) is None
-
-
-def _wrapped(how: str) -> str:
-    model: Any = Chain()
-    if how == "ddp_outside":
-        model = nn.parallel.DistributedDataParallel(torch.compile(model, backend="zero3"))
-    elif how == "ddp_inside":
-        model = torch.compile(nn.parallel.DistributedDataParallel(model), backend="zero3")
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        model = torch.compile(model, backend="zero3")
+def _never_compiled(kind: str) -> str:
+    model: Any = LoopsWithBreaks() if kind == "loop" else nn.Linear(6, 6)
+    optimizer = SGD(model.parameters())
+    if kind == "bare":
+        model.compile(backend="zero3")
+    step = model if kind == "bare" else torch.compile(model, backend="zero3")
+    step(torch.ones(2, 6)).sum().backward()
     try:
-        model(torch.ones(2, 6)).sum().backward()
-    except Exception as error:
+        optimizer.step()
+    except NotImplementedError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("ddp_outside", "Remove the DDP wrapper"), ("ddp_inside", "DDP"), ("fsdp2", "FSDP")],
-)
-def test_a_wrapper_that_does_the_same_job_is_refused(how: str, message: str) -> None:
-    for said in ranks.run(2, _wrapped, how):
-        assert message in said, said
+@pytest.mark.parametrize("kind", ["loop", "bare"])
+def test_a_model_of_which_nothing_is_compiled_is_refused_at_its_first_step(kind: str) -> None:
+    for said in ranks.run(2, _never_compiled, kind):
+        assert "neither partitioned nor averaged" in said
+        assert "zero_compile.partition(model)" in said
 
 
-def test_eager_use_before_the_first_graph_is_refused_with_what_to_do() -> None:
-    model = Chain()
-    early = model.one(torch.ones(2, 6, requires_grad=True))
-    with pytest.raises(Exception, match="run the model once under"):
-        torch.compile(model, backend="zero3")(early)
-
-
-def test_after_a_pass_without_gradients_eager_use_before_the_graph_is_right() -> None:
+def _partitioned_explicitly() -> tuple[Run, Run]:
     torch.manual_seed(0)
-    model = Chain()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="zero3")
-    x = torch.ones(2, 6)
-    with torch.no_grad():
-        compiled(x)
-    compiled(model.one(x)).sum().backward()
-    twin(twin.one(x)).sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+    start = LoopsWithBreaks()
+    runs = []
+    for sharded in (False, True):
+        model = copy.deepcopy(start)
+        step: Any = model
+        if sharded:
+            zero_compile.partition(model)
+            step = torch.compile(model, backend="zero3")
+        optimizer = SGD(model.parameters())
+        for x, y in _batches():
+            _mse(step, *(mine((x, y)) if sharded else (x, y))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(
+            Run([0.0], [], {n: p.detach() for n, p in model.named_parameters()}, None, None)
+        )
+    return runs[0], runs[1]
 
 
-def test_an_unsupported_torch_is_named() -> None:
-    from unittest import mock
-
-    with (
-        mock.patch("zero_runtime.compat.torch_version", (2, 9)),
-        pytest.raises(Exception, match=r"works with torch 2\.11 to 2\.14"),
-    ):
-        torch.compile(nn.Linear(2, 2), backend="zero3")(torch.ones(1, 2))
-
-
-def test_plans_of_an_uncompiled_model_say_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match=r"torch\.compile"):
-        zero_compile.plans(Chain())
+def test_an_explicitly_partitioned_model_is_right_without_any_graph() -> None:
+    for plain, sharded in ranks.run(2, _partitioned_explicitly):
+        assert_same_training(plain, sharded)

@@ -6,6 +6,7 @@ compiles what is left, and the parameters are partitioned last, when everything 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zero_compile.emit_plan import emit_plan
 from zero_compile.fx_graph import output_node, parameter_number
 from zero_compile.options import Options, parse
 from zero_compile.refusals import refuse_torch_version
+from zero_compile.unseen import refuse_unseen
 from zero_runtime import compat, ops
 from zero_runtime.executor import Executor
 from zero_runtime.gradient import Place
@@ -59,7 +61,6 @@ def _compile(
     capture = Capture.of(gm, example_inputs, settings, stage)
     if not capture.entries:
         return compat.compile_fx(gm, example_inputs, config_patches=patches)
-    HOOKS.install()
     pipeline.run(pipeline.capture(capture.parameters), gm, verify=settings.verify)
     compiled = compat.compile_fx(
         gm,
@@ -69,6 +70,13 @@ def _compile(
     )
     capture.session.partition()
     return capture.bound(compiled)
+
+
+BACKENDS = (zero1, zero2, zero3)
+
+# When a script names one of our backends this module is loaded, and optimizers are watched from then
+# on: the only place that meets a model of which Dynamo compiles nothing.
+HOOKS.install(partial(refuse_unseen, backends=BACKENDS))
 
 
 class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]

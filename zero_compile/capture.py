@@ -1,7 +1,7 @@
 """One Dynamo graph on its way through the compiler: its parameters, their session and buckets."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import Use, group_uses, plan_bucket
-from zero_compile.options import Options
+from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
 from zero_compile.root import find_root, parameter_names
@@ -119,6 +119,25 @@ class Capture:
         if bucket not in self.buckets:
             self.buckets.append(bucket)
         self.places[parameter] = (self.buckets.index(bucket), bucket.plan.slots.index(slot))
+
+
+def partition(
+    model: nn.Module, options: Mapping[str, Any] | None = None, *, stage: int = 3
+) -> None:
+    """Partition all parameters of ``model`` now, before any graph of it exists.
+
+    For models of which Dynamo compiles little or nothing: eager code gathers each parameter for each
+    operation. Options and stage are those of the backends. Call it on every rank.
+
+    Raises:
+        OptionError: as for ``torch.compile``.
+        UnsupportedError: a parameter, or a wrapper around the model, cannot be partitioned.
+    """
+    settings = parse(options)
+    named = parameter_names(model)
+    session = _session_for(named.values(), settings, Stage(stage))
+    session.guard([_claim(session, name, p) for name, p in named.items()])
+    session.settle()
 
 
 def _session_for(parameters: Iterable[nn.Parameter], options: Options, stage: Stage) -> Session:

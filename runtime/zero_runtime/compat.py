@@ -1,11 +1,13 @@
 """Every name of torch that is private, or that differs between the versions supported (2.11 to 2.14)."""
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import (
@@ -166,3 +168,28 @@ def autograd_holds(parameter: Any) -> bool:
 def devices_of(process_group: dist.ProcessGroup) -> list[torch.device]:
     """Device types that the group has a backend for."""
     return list(process_group._device_types)
+
+
+def modules_compiled_with(compilers: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    """Modules, among all that are alive, that ``torch.compile`` was given with one of these backends."""
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.nn.Module):  # isinstance would ask dead weak proxies
+            continue
+        if isinstance(thing, OptimizedModule):
+            module, callback = thing._orig_mod, getattr(thing.dynamo_ctx, "callback", None)
+        else:
+            module, callback = thing, _callback_of(thing.__dict__.get("_compiled_call_impl"))
+        if callback is not None and _compiler_of(callback) in compilers:
+            yield module
+
+
+def _callback_of(function: Any) -> Any:
+    """What ``module.compile()`` left in its closure."""
+    code = getattr(function, "__code__", None)
+    if code is None or "callback" not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index("callback")].cell_contents
+
+
+def _compiler_of(callback: Any) -> Any:
+    return getattr(innermost_backend(callback), "compiler_fn", None)

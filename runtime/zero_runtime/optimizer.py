@@ -1,6 +1,7 @@
 """Stock optimizers on partitioned parameters: during ``step()`` each parameter is its own flat shard."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,9 +81,15 @@ class StepHooks:
     def __init__(self) -> None:
         self._under_way: list[_Stepping] = []
         self._handles: list[Any] = []
+        self._inspect: Callable[[torch.optim.Optimizer], None] | None = None
+        self._inspected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def install(self) -> None:
-        """Hook every optimizer of the process. Idempotent."""
+    def install(self, inspect: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
+        """Hook every optimizer of the process. Idempotent.
+
+        ``inspect`` is called once for each optimizer, before its first step.
+        """
+        self._inspect = inspect or self._inspect
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self.before_step))
             self._handles.append(register_optimizer_step_post_hook(self.after_step))
@@ -91,6 +98,9 @@ class StepHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Called by torch before ``step``; wraps a closure, which must meet whole parameters."""
+        if self._inspect is not None and optimizer not in self._inspected:
+            self._inspect(optimizer)
+            self._inspected.add(optimizer)
         sessions = list(dict.fromkeys(session for session, _ in _partitioned(optimizer)))
         if not sessions:
             return None
