@@ -84,7 +84,9 @@ def show(console: Console, result: TrainingResult, report: zero_compile.MemoryRe
     first, last = result.losses[0], last_loss(result.losses)
     console.print(memory_table(report, rank_and_world()[1]))
     console.print(f"loss {first:.3f} at the first step, {last:.3f} over the last {TAIL}")
-    console.print(f"{result.tokens_per_second:,.0f} tokens/s over {len(result.losses)} steps")
+    console.print(
+        f"{result.tokens_per_second:,.0f} tokens/s over {len(result.losses)} steps in the time given"
+    )
 
 
 def leave(code: int) -> NoReturn:

@@ -195,7 +195,7 @@ def run_steps(
             losses.append(loss)
             times.append(elapsed)
             speed = config.batch * config.seq * world * mean_rate(times)
-            status = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {held() / 1e6:.1f} MB a rank"
+            status = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {held() / 1e6:.1f} MB process"
             progress.update(bar, advance=1, status=status)
             if config.time_budget and elapsed >= config.time_budget:
                 break

@@ -124,6 +124,40 @@ class Convolutions(nn.Module):
         return self.two(torch.relu(self.one(x))).flatten(1)
 
 
+class Helper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class SkippedFrame(nn.Module):
+    """A frame that Dynamo skips calls one that it compiles and a layer that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.helper = nn.LayerNorm(6), Helper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = self.norm(self.helper(x))
+        return x
+
+
+class WorksElsewhere(Base):
+    """The only graph has no parameters."""
+
+    @torch.compiler.disable
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(torch.relu(self.two(torch.relu(self.one(x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.work(x * 2) + 1
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "breaks_between": BreaksBetween,
     "eager_between": EagerBetween,
@@ -132,6 +166,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint_reentrant": partial(Checkpointed, True),
     "tied": Tied,
     "convolutions": Convolutions,
+    "skipped_frame": SkippedFrame,
+    "works_elsewhere": WorksElsewhere,
 }
 
 

@@ -111,3 +111,52 @@ def test_an_unsupported_torch_is_named() -> None:
 def test_plans_of_an_uncompiled_model_say_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.compile"):
         zero_compile.plans(Chain())
+
+
+def _mixed_optimizer() -> str:
+    model, head = Chain(), nn.Linear(6, 2)
+    compiled = torch.compile(model, backend="zero3")
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    head(compiled(torch.ones(2, 6))).sum().backward()
+    try:
+        optimizer.step()
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_outside_the_model_in_the_same_optimizer_are_refused() -> None:
+    for said in ranks.run(2, _mixed_optimizer):
+        assert "2 of the optimizer's 8 parameters" in said
+        assert "zero_compile.partition(module)" in said
+
+
+def _state_of_rank_zero() -> str:
+    model = Chain()
+    compiled = torch.compile(model, backend="zero3")
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    sent = [copy.deepcopy(optimizer.state_dict())]
+    optimizer.load_state_dict(sent[0])
+    optimizer.step()  # its own part is welcome
+    dist.broadcast_object_list(sent, src=0)
+    optimizer.load_state_dict(sent[0])
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_optimizer_state_of_another_rank_is_refused() -> None:
+    first, second = ranks.run(2, _state_of_rank_zero)
+    assert first == "no error"
+    assert "the part of rank 0 of 2, loaded on rank 1 of 2" in second
+
+
+def test_shared_memory_is_refused() -> None:
+    model = Chain()
+    torch.compile(model, backend="zero3")(torch.ones(2, 6))
+    with pytest.raises(NotImplementedError, match="no memory to share"):
+        model.share_memory()

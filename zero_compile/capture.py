@@ -57,9 +57,9 @@ class Capture:
         found = {
             n: p for n, p in zip(nodes, example_inputs, strict=True) if isinstance(p, nn.Parameter)
         }
-        if not found:
-            return Capture(Session(ALONE, lay_out_rest, Policy()), {}, [], "")
         root = find_root(list(found.values()))
+        if not found and (root is None or not any(True for _ in root.parameters())):
+            return Capture(Session(ALONE, lay_out_rest, Policy()), {}, [], "")
         named = (
             {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
         )
@@ -68,7 +68,8 @@ class Capture:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
         refuse_wide(found.values(), options)
-        session = _session_for(found.values(), options, stage)
+        known = [*found.values(), *(root.parameters() if root is not None else ())]
+        session = _session_for(known, options, stage)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))

@@ -13,16 +13,20 @@ from zero_runtime.errors import UnsupportedError
 def find_root(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     """The outermost module on the call stack that owns one of ``parameters``; None for bare functions.
 
+    A graph without parameters belongs to the module that was given to ``torch.compile``.
+
     Raises:
         UnsupportedError: a wrapper on the stack partitions or synchronises the same parameters.
     """
     wanted = {id(p) for p in parameters}
-    owner = None
+    owner = compiled = None
     for module in _modules_on_stack():
         _refuse_wrapper(module)
+        given = compat.compiled_module(module)
+        compiled = compiled if given is None else given
         if any(id(p) in wanted for p in module.parameters()):
             owner = module
-    return owner
+    return compiled if owner is None else owner
 
 
 def parameter_names(root: nn.Module) -> dict[str, nn.Parameter]:

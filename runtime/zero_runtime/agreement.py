@@ -56,7 +56,7 @@ class MessageAgreement:
         works += [dist.isend(ours, group=self._group, group_dst=p, tag=_TAG) for p in peers]
         for work in works:
             if work is not None:
-                work.wait()
+                _wait(work, describe)
         for peer, answer in theirs.items():
             if not torch.equal(answer, ours):
                 _explain(self._group, digest, describe(), peer, f"{int(answer):015x}")
@@ -148,8 +148,9 @@ def digest_of(lines: list[str]) -> str:
 
 
 _ADVICE = (
-    "Ranks must run the same graphs in the same order: look for branches, loop lengths or expert "
-    "choices that depend on a rank's own data."
+    "Ranks must do the same in the same order: look for branches, loop lengths or expert choices that "
+    "depend on a rank's own data, and for model.state_dict(), saving, or values of parameters read on "
+    "one rank only (they are gathered: call them on every rank)."
 )
 
 
@@ -162,6 +163,16 @@ def _difference(rank: int, ours: list[str], peer: int, theirs: list[str]) -> str
         f"ranks {rank} and {peer} differ at step {step}: rank {rank} is about to run {mine}; "
         f"rank {peer}: {other}. {_ADVICE}"
     )
+
+
+def _wait(work: dist.Work, describe: Describe) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise DivergenceError(
+            f"rank {dist.get_rank()} was about to run {describe()[0]}, and a neighbour did not come to do the "
+            f"same. {_ADVICE} The backend says: {error}"
+        ) from error
 
 
 def _neighbours(group: dist.ProcessGroup) -> list[int]:

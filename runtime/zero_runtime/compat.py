@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ __all__ = [
     "pytree",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 #: First and last supported minor version of torch.
 SUPPORTED = ((2, 11), (2, 14))
 
@@ -46,6 +48,12 @@ _LIBRARY_CALLS = {
     _aten.convolution.default,
     _aten.convolution_backward.default,
 }
+
+
+def outside_dynamo(function: F) -> F:
+    """Never traced: Dynamo compiles what a frame that it skipped calls, also where that is ours."""
+    untraced: F = torch.compiler.disable(function)
+    return untraced
 
 
 def is_compiling() -> bool:
@@ -181,6 +189,11 @@ def modules_compiled_with(compilers: Iterable[Any]) -> Iterator[torch.nn.Module]
             module, callback = thing, _callback_of(thing.__dict__.get("_compiled_call_impl"))
         if callback is not None and _compiler_of(callback) in compilers:
             yield module
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The user's module behind what ``torch.compile`` returned; None for any other module."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 def _callback_of(function: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_runtime import compat
 from zero_runtime.bucket import Bucket
 from zero_runtime.collectives import Group
 from zero_runtime.compat import pytree
@@ -69,6 +70,7 @@ class ShardedGradient(torch.Tensor):
         return bucket.whole(slot, group.sum(padded)).clone()
 
     @classmethod
+    @compat.outside_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -109,6 +111,7 @@ class PendingNorm(torch.Tensor):
         return _root(_over_ranks(self.powers.clone(), self.order, self.group), self.order)
 
     @classmethod
+    @compat.outside_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -13,7 +13,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero_runtime.errors import UnsupportedError
+from zero_runtime.collectives import Group
+from zero_runtime.compat import outside_dynamo
+from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.session import Session, session_of
 
 Closure = Callable[[], Any]
@@ -94,6 +96,7 @@ class StepHooks:
             self._handles.append(register_optimizer_step_pre_hook(self.before_step))
             self._handles.append(register_optimizer_step_post_hook(self.after_step))
 
+    @outside_dynamo
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -107,12 +110,14 @@ class StepHooks:
         refuse_unless_elementwise(optimizer)
         for session in sessions:
             session.settle()
+        _check_stamps(optimizer, sessions[0].group)
         stepping = _Stepping(optimizer, sessions)
         self._under_way.append(stepping)
         stepping.begin()
         closure = _closure_of(args, kwargs)
         return None if closure is None else ((optimizer, stepping.outside(closure)), {})
 
+    @outside_dynamo
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch after ``step``; steps that ended in an exception are dropped on the way."""
         while any(stepping.optimizer is optimizer for stepping in self._under_way):
@@ -122,6 +127,26 @@ class StepHooks:
 
 
 HOOKS = StepHooks()
+
+#: The key in parameter groups under which an optimizer remembers whose part its state is.
+_STAMP = "zero3_part"
+
+
+def _check_stamps(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """State travels in state_dict(), one part a rank; a part of another rank is silently wrong.
+
+    Raises:
+        ZeroError: the state was saved by another rank, or at another world size.
+    """
+    ours = {"rank": group.rank, "world_size": group.world_size}
+    for parameters in optimizer.param_groups:
+        theirs = parameters.setdefault(_STAMP, ours)
+        if theirs != ours:
+            raise ZeroError(
+                f"this optimizer's state is the part of rank {theirs['rank']} of {theirs['world_size']}, "
+                f"loaded on rank {ours['rank']} of {ours['world_size']}. Save one optimizer.state_dict() "
+                "a rank and load on each rank its own, at the same world size."
+            )
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -40,6 +40,17 @@ class ShardedParameter(nn.Parameter):
     session: ClassVar["Session"]
 
     __torch_function__: Any = _EagerAccess()
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: there is no memory of the whole parameter to share.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a partitioned parameter has no memory to share between processes: share_memory_() it "
+            "before the first forward, or share the whole values of model.state_dict()."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.session.gather_whole(self), self.requires_grad)
@@ -75,11 +86,13 @@ class _GatherOnce(torch.autograd.Function):
         return parameter.session.gather_whole(parameter)
 
     @staticmethod
+    @compat.outside_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor | None:
         (gradient,) = gradients
         return ctx.session.average(ctx.entry, gradient)  # type: ignore[no-any-return]
 
 
+@compat.outside_dynamo
 def _for_one_operation(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
