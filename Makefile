@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 TORCHRUN := $(LOCAL) $(BIN)/torchrun --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0
 
-.PHONY: demo test lint bench format clean install
+.PHONY: demo test lint bench zoo format clean install
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,9 @@ format: install
 
 bench: install
 	$(BIN)/python -m bench
+
+zoo: install
+	$(BIN)/python tests/zoo.py --bf16
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info runtime/zero_runtime/*.so

@@ -1,5 +1,6 @@
 """bucket_reductions: one collective a bucket, started once its last gradient is there."""
 
+import pytest
 import torch
 from expecttest import TestCase
 from graphs import BACKWARD, index, laid_out, mlp, record, snapshot, text, traced
@@ -221,3 +222,22 @@ def test_a_graph_without_gradients_is_left_alone():
     gm = traced(lambda x: x + 1, X)
     before = text(gm)
     assert text(bucket_reductions(gm, buckets=[], places={})) == before
+
+
+class Shift(nn.Module):
+    """The bias's gradient is backward's own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3"])
+def test_a_gradient_that_is_an_input_of_backward_is_reduced(backend: str) -> None:
+    model = Shift()
+    torch.compile(model, backend=backend)(torch.ones(6)).sum().backward()
+    assert model.bias.grad is not None
+    assert float(model.bias.grad.sum()) == 6.0

@@ -45,7 +45,8 @@ def _reduce_bucket(
 ) -> None:
     channel, order = channel_of(graph), positions(graph)
     gradients = [reduce.all_input_nodes[0] for reduce in reduces]
-    last = max(gradients, key=order.__getitem__)  # autograd puts the reductions themselves last
+    # Autograd puts the reductions themselves last; a gradient may be an input, before the channel.
+    last = max([channel, *gradients], key=order.__getitem__)
     slots = [places[parameter_number(reduce)][1] for reduce in reduces]
     device = torch.device(bucket.device)
     with graph.inserting_after(last):
