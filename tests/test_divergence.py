@@ -159,3 +159,26 @@ def test_ranks_with_different_batch_sizes_train_together() -> None:
     first, second = ranks.run(2, _own_shapes)
     assert first == pytest.approx(second, rel=1e-5)
     assert first[-1] < first[0]
+
+
+def _own_seed(rest: bool) -> str:
+    """Each rank builds another model; ``rest``: only in what no graph uses."""
+    torch.manual_seed(0 if rest else dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4))
+    if rest:
+        model.spare = nn.Parameter(torch.full((3,), float(dist.get_rank())))
+    compiled = torch.compile(model, backend="zero3")
+    try:
+        compiled(torch.ones(2, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    except DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_ranks_that_built_different_models_are_told(rest: bool) -> None:
+    for message in ranks.run(2, _own_seed, rest):
+        assert "initial bits" in message
+        assert "same seed" in message
+        assert ("spare" if rest else "0.weight") in message

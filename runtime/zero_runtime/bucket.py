@@ -43,6 +43,8 @@ class Bucket:
         self.group = group
         self._transport = group.transport(self.device)
         self.serial = next(self._serials)
+        self.compared = False
+        """Whether the ranks have compared the values they put in."""
         self._memory: torch.Tensor | None = None
         self._master: torch.Tensor | None = None
         self._unreduced: torch.Tensor | None = None

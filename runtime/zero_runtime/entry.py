@@ -6,7 +6,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from zero_runtime.buffers import husk
+from zero_runtime.buffers import husk, sum_of_bits
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.plan import Stage
@@ -33,6 +33,8 @@ class Entry:
         self.state = ParameterState.CLAIMED
         self._parameter = weakref.ref(parameter)
         self._place: Place | None = None
+        self.initial_bits = 0
+        """Sum of the value's bits when it was partitioned: equal on ranks that built the same model."""
         self._home: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
 
@@ -81,6 +83,7 @@ class Entry:
             return
         parameter.__class__ = nn.Parameter
         gradient, parameter.grad = parameter.grad, None
+        self.initial_bits = sum_of_bits(parameter.detach())
         self._home = self._moved_into_bucket(parameter)
         parameter.data = self._home
         parameter.__class__ = kind

@@ -65,8 +65,7 @@ class Executor:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         self.session.end_step()
         self.session.finish_refresh()
-        self.session.group.agreement.check(self._digest, lambda: self._outline, new=self._new)
-        self._new = False
+        self._agree()
         self._cursor, self._gathered = 0, 0
         token = _current.set(self)
         try:
@@ -76,6 +75,21 @@ class Executor:
             _current.reset(token)
             self._abandon()
         return self._with_gradients(outputs) if self._gradients else outputs
+
+    def _agree(self) -> None:
+        """Ranks compare what they run, and at a bucket's first use the values they have partitioned.
+
+        Not at a graph's first run: one rank alone may have compiled it anew, for other shapes.
+        """
+        outline, digest = self._outline, self._digest
+        fresh = [bucket for bucket in self._buckets if not bucket.compared]
+        if fresh:
+            outline = [*outline, *self.session.initial_values(fresh)]
+            digest = digest_of(outline)
+        for bucket in fresh:
+            bucket.compared = True
+        self.session.group.agreement.check(digest, lambda: outline, new=self._new)
+        self._new = False
 
     # -------------------------------------------------------------- the steps
 

@@ -92,6 +92,11 @@ class Session:
             self.adopt(Bucket(plan, self.group, self.policy), members)
         if rest:
             self.partition()
+            fresh = list(dict.fromkeys(e.place.bucket for e in rest))
+            values = self.initial_values(fresh)
+            for bucket in fresh:
+                bucket.compared = True
+            self.group.agreement.check(digest_of(values), lambda: values, new=False)
 
     def _reduce_waiting(self, bucket: Bucket) -> None:
         waiting = set(bucket.waiting)
@@ -169,6 +174,14 @@ class Session:
         self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         shard = bucket.start_reduce([slot], [gradient]).land()
         return ShardedGradient(bucket.local(slot, shard), entry.place)
+
+    def initial_values(self, buckets: Sequence[Bucket]) -> list[str]:
+        """What the buckets' parameters were when they were partitioned, a line each, for comparison."""
+        return [
+            f"a graph with {e.name} of initial bits {e.initial_bits:x}"
+            for e in self.entries
+            if e.placed and e.place.bucket in buckets
+        ]
 
     def _agree(self, what: str) -> None:
         self.group.agreement.check(digest_of([what]), lambda: [what], new=False)
