@@ -39,4 +39,5 @@ def husk(tensor: torch.Tensor) -> torch.Tensor:
 def sum_of_bits(tensor: torch.Tensor) -> int:
     """The elements' bit patterns added up: exact, whatever the order and the machine."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return int(tensor.contiguous().view(bits).sum(dtype=torch.int64)) if tensor.numel() else 0
+    flat = tensor.contiguous().reshape(-1)
+    return int(flat.view(bits).sum(dtype=torch.int64)) if flat.numel() else 0
