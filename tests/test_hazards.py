@@ -207,11 +207,6 @@ def test_parameters_of_every_kind() -> None:
 # ------------------------------------------------------------------------------ loops
 
 
-def _accumulate(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    for rows in range(0, len(x), 2):
-        (_mse(step, x[rows : rows + 2], y[rows : rows + 2]) / 3).backward()
-
-
 def _two_forwards(step: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     first, second = _mse(step, x, y), _mse(step, y, x)
     (first + 2 * second).backward()
@@ -281,7 +276,6 @@ class Chain(Base):
 
 
 LOOPS = [
-    _accumulate,
     _two_forwards,
     _retain_graph,
     _functional_loss,
@@ -313,8 +307,6 @@ def _looped(loop: Callable[..., None]) -> tuple[Run, Run]:
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
 def test_a_loop_trains_as_unsharded(loop: Callable[..., None]) -> None:
-    if loop is _accumulate:
-        pytest.skip("rows are cut differently; covered by the sum of gradients elsewhere")
     for plain, sharded in ranks.run(2, _looped, loop):
         assert_same_training(plain, sharded)
 

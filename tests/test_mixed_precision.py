@@ -148,3 +148,21 @@ def test_gradients_are_averaged_in_the_dtype_asked_for(name: str | None) -> None
 def test_masters_of_a_float32_model_are_refused_with_what_to_do(option: str, call: str) -> None:
     with pytest.raises(Exception, match=call):
         torch.compile(nn.Linear(2, 2), backend="zero3", options={option: True})(torch.ones(1, 2))
+
+
+class Mixed(nn.Module):
+    """Graphs without a 16-bit parameter, in a model that has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x * 2)
+        torch._dynamo.graph_break()
+        return self.inner(x.bfloat16())
+
+
+def test_a_graph_without_16_bit_parameters_is_no_reason_to_refuse() -> None:
+    compiled = torch.compile(Mixed(), backend="zero3", options={"bf16": True})
+    assert compiled(torch.ones(1, 4)).dtype is torch.bfloat16

@@ -67,8 +67,8 @@ class Capture:
         for node in found:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
-        refuse_wide(found.values(), options)
         known = [*found.values(), *(root.parameters() if root is not None else ())]
+        refuse_wide(known, options)
         session = _session_for(known, options, stage)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:

@@ -129,7 +129,7 @@ def refuse_wide(parameters: Iterable[nn.Parameter], options: Options) -> None:
     ):
         if wanted and not any(p.dtype is dtype for p in parameters):
             raise UnsupportedError(
-                f"float32 master weights for {dtype} were asked for, and no parameter of the graph is "
+                f"float32 master weights for {dtype} were asked for, and no parameter of the model is "
                 f"{dtype}. Call {call} before the first forward; for a float32 model under "
                 "torch.autocast nothing need be asked for: its shards are float32 already."
             )
