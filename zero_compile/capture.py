@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
+from zero_compile.leaves import hold_leaves
 from zero_compile.layout import Use, group_uses, plan_bucket
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
@@ -73,6 +74,7 @@ class Capture:
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
+            hold_leaves(root, session, options.leaf_modules)
         numbers = {nodes.index(node): number for number, node in enumerate(found)}
         return Capture(session, numbers, entries, f"graph{len(session.plans)}")
 
@@ -138,6 +140,7 @@ def partition(
     named = parameter_names(model)
     session = _session_for(named.values(), settings, Stage(stage))
     session.guard([_claim(session, name, p) for name, p in named.items()])
+    hold_leaves(model, session, settings.leaf_modules)
     session.settle()
 
 

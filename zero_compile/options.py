@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_runtime.errors import OptionError
@@ -43,6 +44,10 @@ class Options(BaseModel):
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What gradients are averaged in; None: their own dtype."""
 
+    leaf_modules: tuple[Any, ...] | list[Any] = ()
+    """Modules gathered whole before their forward, so that ranks may take different ways inside: classes,
+    class names, or names within the model."""
+
     inductor: dict[str, Any] = Field(default_factory=dict)
     """Inductor's own config options for the rest of the graph."""
 
@@ -68,6 +73,13 @@ def parse(options: Mapping[str, Any] | None) -> Options:
 def _checked(options: Options) -> Options:
     if options.group is not None and options.mesh is not None:
         raise OptionError("options 'group' and 'mesh' say the same thing twice: give one of them")
+    for leaf in options.leaf_modules:
+        if not isinstance(leaf, str) and not (
+            isinstance(leaf, type) and issubclass(leaf, nn.Module)
+        ):
+            raise OptionError(
+                f"option 'leaf_modules': expected module classes or names, got {leaf!r}"
+            )
     kinds = (("group", dist.ProcessGroup), ("mesh", DeviceMesh))
     for name, kind in kinds:
         value = getattr(options, name)

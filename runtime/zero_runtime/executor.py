@@ -10,8 +10,8 @@ from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
 from zero_runtime.collectives import Done
 from zero_runtime.errors import PlanError
-from zero_runtime.gradient import Place, ShardedGradient
-from zero_runtime.plan import Plan, Stage, StepKind
+from zero_runtime.gradient import Place
+from zero_runtime.plan import Plan, StepKind
 from zero_runtime.session import Session
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
@@ -171,9 +171,7 @@ class Executor:
     def _gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor | None:
         if not self.session.synchronise:
             return None  # whole, in its bucket, until the next reduction
-        if place.bucket.stage is Stage.OPTIMIZER:
-            return place.bucket.whole(place.slot, reduced)
-        return ShardedGradient(place.bucket.local(place.slot, reduced), place)
+        return self.session.reduced_gradient(place, reduced)
 
 
 #: Each wait and the start it waits for.

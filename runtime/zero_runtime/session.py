@@ -1,5 +1,6 @@
 """The session: owns one compiled model's shards and knows which parameter lies where."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Session:
         self.warned: set[tuple[str, int]] = set()
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""
+        self.leaves: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
+        """Modules that are gathered as a whole, and what does it."""
         self._stepping = False
         self._refreshing: list[Flight] = []
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
@@ -63,6 +66,10 @@ class Session:
         """
         found: Entry = self._by_parameter[parameter]
         return found
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is of this session."""
+        return parameter in self._by_parameter
 
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
         """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`."""
@@ -88,8 +95,7 @@ class Session:
             if bucket.waiting:
                 self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
-        for plan, members in self._lay_out(rest, self.group.world_size):
-            self.adopt(Bucket(plan, self.group, self.policy), members)
+        self.place(rest)
         if rest:
             self.partition()
             fresh = list(dict.fromkeys(e.place.bucket for e in rest))
@@ -174,6 +180,46 @@ class Session:
         self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         shard = bucket.start_reduce([slot], [gradient]).land()
         return ShardedGradient(bucket.local(slot, shard), entry.place)
+
+    @torch.no_grad()
+    def gather_buckets(self, buckets: Sequence[Bucket], what: str) -> list[torch.Tensor]:
+        """Whole buckets, ``[padded]`` each, for ``what``. Collective."""
+        self._agree(f"a gather of {what}, buckets {[b.serial for b in buckets]}")
+        flights = [bucket.start_gather(bucket.plan.torch_dtype) for bucket in buckets]
+        return [flight.land() for flight in flights]
+
+    def average_buckets(
+        self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor], what: str
+    ) -> list[torch.Tensor | None]:
+        """As :meth:`average`, for many entries at once: one reduction a bucket."""
+        members: dict[Bucket, list[int]] = {}
+        for number, entry in enumerate(entries):
+            members.setdefault(entry.place.bucket, []).append(number)
+        averaged: list[torch.Tensor | None] = [None] * len(entries)
+        if self.synchronise:
+            self._agree(f"a reduction of {what}, buckets {[b.serial for b in members]}")
+        for bucket, numbers in members.items():
+            slots = [entries[n].place.slot for n in numbers]
+            whole = [gradients[n] for n in numbers]
+            if not self.synchronise:
+                bucket.keep_whole(slots, whole)
+                continue
+            reduced = bucket.start_reduce(slots, whole).land()
+            for number in numbers:
+                averaged[number] = self.reduced_gradient(entries[number].place, reduced)
+        return averaged
+
+    def reduced_gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient out of its reduced bucket, in the form the stage keeps."""
+        if self.stage is Stage.OPTIMIZER:
+            return place.bucket.whole(place.slot, reduced)
+        return ShardedGradient(place.bucket.local(place.slot, reduced), place)
+
+    def place(self, entries: Sequence[Entry]) -> None:
+        """Give entries that no bucket holds yet buckets of their own."""
+        rest = [e for e in entries if not e.placed]
+        for plan, members in self._lay_out(rest, self.group.world_size):
+            self.adopt(Bucket(plan, self.group, self.policy), members)
 
     def initial_values(self, buckets: Sequence[Bucket]) -> list[str]:
         """What the buckets' parameters were when they were partitioned, a line each, for comparison."""
