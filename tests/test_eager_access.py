@@ -44,6 +44,7 @@ def _access() -> dict[str, bool]:
         "numel": sum(x.numel() for x in model.parameters())
         == sum(x.numel() for x in twin.parameters()),
         "shape": p.shape == q.shape and p.dtype == q.dtype and p.stride() == q.stride(),
+        "whole_model": torch.equal(pickle.loads(pickle.dumps(model)).one.weight, q),
         "clone": torch.equal(p.clone(), q),
         "to_same": torch.equal(model.to(torch.float32).one.weight, q),
     }
@@ -52,6 +53,19 @@ def _access() -> dict[str, bool]:
             weight[0] = 1.0
             weight.mul_(0.5)
         facts["in_place"] = torch.equal(p, q)
+        for weight in (p, q):
+            weight[1].fill_(3.0)
+            weight.detach().mul_(0.5)
+            weight.t()[2] += 1.0
+            weight.view(-1)[::5].zero_()
+        facts["through_views"] = torch.equal(p, q)
+        alias_of_p, alias_of_q = p.detach(), q.detach()
+        for alias in (alias_of_p, alias_of_q):
+            alias.add_(1.0)
+        facts["kept_alias"] = torch.equal(p, q)
+        for alias in (alias_of_p, alias_of_q):
+            alias.sub_(3.0)
+        facts["kept_alias_later"] = torch.equal(model(torch.ones(1, 6)), twin(torch.ones(1, 6)))
         p.copy_(torch.ones(6, 6))
         facts["copy_"] = torch.equal(p, torch.ones(6, 6))
     model.load_state_dict(twin.state_dict())

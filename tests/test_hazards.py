@@ -158,6 +158,42 @@ class WorksElsewhere(Base):
         return self.work(x * 2) + 1
 
 
+class Lazy(nn.Module):
+    """Layers that learn their sizes in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(6))
+        self.body(torch.ones(1, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Spectral(Base):
+    """A parametrization that computes the weight in each forward, and a frozen base under an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.one)
+        self.two.requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.one(x))
+        return self.three(torch.relu(self.two(x) + self.up(self.down(x))))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "breaks_between": BreaksBetween,
     "eager_between": EagerBetween,
@@ -168,6 +204,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": Convolutions,
     "skipped_frame": SkippedFrame,
     "works_elsewhere": WorksElsewhere,
+    "lazy": Lazy,
+    "adapter": Spectral,
+    "complex": Complex,
 }
 
 
@@ -247,6 +286,36 @@ def _autograd_grad(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> N
         p.grad = g
 
 
+def _functional_call(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A model called with parameters made from its own: a script that regularises, or meta-learns."""
+    with torch.no_grad():
+        step(x)
+    scaled = {n: p * 0.9 for n, p in step.named_parameters()}
+    nn.functional.mse_loss(torch.func.functional_call(step, scaled, (x,)), y).backward()
+
+
+def _accumulated(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    for part in range(2):
+        _mse(step, x[part::2], y[part::2]).backward()
+
+
+def _moving_average(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Weights pulled towards their own running average, kept by torch's public class."""
+    _mse(step, x, y).backward()
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), averaged.module.parameters(), strict=True):
+            p.lerp_(q + 0.01, 0.5)
+
+
+def _clipped_values(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    _mse(step, x, y).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -282,6 +351,10 @@ LOOPS = [
     _hooks,
     _frozen_between,
     _autograd_grad,
+    _functional_call,
+    _accumulated,
+    _moving_average,
+    _clipped_values,
 ]
 
 
@@ -308,6 +381,34 @@ def _looped(loop: Callable[..., None]) -> tuple[Run, Run]:
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
 def test_a_loop_trains_as_unsharded(loop: Callable[..., None]) -> None:
     for plain, sharded in ranks.run(2, _looped, loop):
+        assert_same_training(plain, sharded)
+
+
+def _group_added() -> tuple[Run, Run]:
+    """A frozen layer begins to train after two steps, in a parameter group of its own."""
+    torch.manual_seed(0)
+    start = Chain()
+    start.three.requires_grad_(False)
+    runs = []
+    for sharded in (False, True):
+        model = copy.deepcopy(start)
+        step = torch.compile(model, backend="zero3") if sharded else model
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for number, (x, y) in enumerate(_batches()):
+            if number == 2:
+                model.three.requires_grad_(True)
+                optimizer.add_param_group({"params": model.three.parameters(), "lr": 0.02})
+            _mse(step, *(mine((x, y)) if sharded else (x, y))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(
+            Run([0.0], [], {n: p.detach() for n, p in model.named_parameters()}, None, None)
+        )
+    return runs[0], runs[1]
+
+
+def test_a_parameter_group_added_between_steps() -> None:
+    for plain, sharded in ranks.run(2, _group_added):
         assert_same_training(plain, sharded)
 
 

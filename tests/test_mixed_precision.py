@@ -1,7 +1,7 @@
 """16-bit parameters with float32 master weights, and the dtype in which gradients are averaged."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import ranks
@@ -166,3 +166,79 @@ class Mixed(nn.Module):
 def test_a_graph_without_16_bit_parameters_is_no_reason_to_refuse() -> None:
     compiled = torch.compile(Mixed(), backend="zero3", options={"bf16": True})
     assert compiled(torch.ones(1, 4)).dtype is torch.bfloat16
+
+
+def _half_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)).half()
+
+
+class _Scaled(NamedTuple):
+    losses: list[float]
+    scales: list[float]
+    skipped: bool
+    gradient_bytes: int
+    dtype: torch.dtype
+
+
+def _scaled(backend: str, overflow_rank: int) -> _Scaled:
+    """Trained with a dynamic loss scale; in step 2 one rank alone meets an overflow."""
+    model = _half_model()
+    compiled = torch.compile(model, backend=backend, options={"fp16": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+    losses, scales, skipped, held = [], [], False, 0
+    for number, (x, y) in enumerate(_batches(1) * 30):
+        inputs = mine((x.half(), y.half()))
+        factor = 1e6 if number == 2 and dist.get_rank() == overflow_rank else 1.0
+        loss = _loss(compiled, *inputs)
+        scaler.scale(loss * factor).backward()
+        if number == 0:
+            held = zero_compile.memory_report(model).gradients
+        before = model[0].weight.detach().clone()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if number == 2:
+            skipped = torch.equal(before, model[0].weight.detach())
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+        scales.append(scaler.get_scale())
+    return _Scaled(losses, scales, skipped, held, model[0].weight.dtype)
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero3"])
+def test_float16_trains_under_a_dynamic_loss_scale_and_all_ranks_skip_together(
+    backend: str,
+) -> None:
+    first, second = ranks.run(2, _scaled, backend, 1)
+    assert first.scales == second.scales
+    assert first.scales[2] == first.scales[1] / 2, "an overflow halves the scale"
+    assert first.scales[-1] > first.scales[2], "and it grows again"
+    assert first.skipped
+    assert second.skipped
+    assert first.losses[-1] < first.losses[0]
+    assert first.dtype is torch.float16
+    if backend == "zero3":
+        elements = sum(p.numel() for p in _half_model().parameters())
+        assert first.gradient_bytes == pytest.approx(2 * elements / 2, rel=0.05)
+
+
+def _underflow() -> tuple[float, float]:
+    """A gradient that float16 cannot hold without its scale, after the scale is taken out."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False).half()
+    compiled = torch.compile(model, backend="zero3", options={"fp16": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    loss = compiled(torch.full((1, 4), 2.0**-10).half()).float().sum() * 2.0**-17
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert model.weight.grad is not None
+    return float(model.weight.grad.full_tensor().min()), 2.0**-27  # type: ignore[attr-defined]
+
+
+def test_unscaled_gradients_are_float32() -> None:
+    for found, expected in ranks.run(2, _underflow):
+        assert found == expected

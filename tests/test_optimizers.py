@@ -237,3 +237,14 @@ def test_gradients_cleared_after_a_failed_step_stay_cleared() -> None:
     optimizer.zero_grad()
     compiled(torch.randn(2, 7))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_state_dict_saved_after_a_failed_step_holds_whole_parameters() -> None:
+    torch.manual_seed(0)
+    model = Small()
+    expected = {n: v.clone() for n, v in model.state_dict().items()}
+    torch.compile(model, backend="zero3")(torch.randn(2, 7)).sum().backward()
+    with pytest.raises(MemoryError):
+        Failing(model.parameters()).step()
+    for name, saved in model.state_dict().items():
+        torch.testing.assert_close(saved, expected[name])

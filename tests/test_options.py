@@ -53,7 +53,8 @@ def test_an_unknown_name_like_no_other_lists_them_all():
     message = str(caught.value)
     assert "Did you mean" not in message
     assert message.endswith(
-        "Valid options: bf16, bucket_bytes, fp16, group, inductor, mesh, reduce_dtype, schedule, verify."
+        "Valid options: bf16, bucket_bytes, fp16, group, inductor, leaf_modules, mesh, "
+        "reduce_dtype, schedule, verify."
     )
 
 
@@ -129,3 +130,26 @@ def test_an_unknown_option_is_an_error_at_the_first_forward(fake_group):
     compiled = torch.compile(nn.Linear(4, 4), backend="zero3", options={"bucket_byte": 1})
     with torch.no_grad(), pytest.raises(Exception, match="Did you mean 'bucket_bytes'"):
         compiled(torch.randn(2, 4))
+
+
+def test_deepspeeds_precision_sections_mean_our_options() -> None:
+    assert parse({"bf16": {"enabled": True}}).bf16
+    assert not parse({"fp16": {"enabled": False}}).fp16
+    assert parse({"communication_data_type": "fp32"}).reduce_dtype == "float32"
+    with pytest.warns(UserWarning, match=r"init_scale=2\.0\*\*12, growth_interval=1000"):
+        assert parse({"fp16": {"enabled": True, "initial_scale_power": 12}}).fp16
+    with pytest.warns(UserWarning, match=r"init_scale=128\.0, growth_interval=2\*\*31"):
+        parse({"fp16": {"enabled": True, "loss_scale": 128.0}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"bf16": {"enable": True}}, r"unknown key bf16\.enable\. Did you mean 'enabled'"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, r"fp16\.hysteresis: .*greater than 0"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, r"fp16\.auto_cast: cast the inputs"),
+    ],
+)
+def test_wrong_precision_sections_name_the_key(section: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse(section)

@@ -28,7 +28,7 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 UPDATE_TOLERANCE = 1e-3
 BF16_TOLERANCE = 2e-2
-SECONDS = 180
+SECONDS = 600
 ROWS_PER_RANK = 2
 #: Below this part of the model's largest gradient, a gradient may be nothing but rounding errors.
 NOISE_FLOOR = 1e-3

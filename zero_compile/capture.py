@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
-from zero_compile.leaves import hold_leaves
 from zero_compile.layout import Use, group_uses, plan_bucket
+from zero_compile.leaves import hold_leaves
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
@@ -75,6 +75,7 @@ class Capture:
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
             hold_leaves(root, session, options.leaf_modules)
+            session.rescue(root)
         numbers = {nodes.index(node): number for number, node in enumerate(found)}
         return Capture(session, numbers, entries, f"graph{len(session.plans)}")
 
@@ -141,6 +142,7 @@ def partition(
     session = _session_for(named.values(), settings, Stage(stage))
     session.guard([_claim(session, name, p) for name, p in named.items()])
     hold_leaves(model, session, settings.leaf_modules)
+    session.rescue(model)
     session.settle()
 
 

@@ -5,11 +5,23 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_compile.precision import precision_section
 from zero_runtime.errors import OptionError
+
+#: DeepSpeed's names of options that have another here.
+ALIASES = {"communication_data_type": "reduce_dtype"}
 
 
 class Options(BaseModel):
@@ -36,13 +48,23 @@ class Options(BaseModel):
     """A DeviceMesh instead: one dimension to shard over, or (replicate, shard)."""
 
     bf16: bool = False
-    """The model is bfloat16; optimizers step on float32 master copies of its shards."""
+    """The model is bfloat16; optimizers step on float32 master copies of its shards.
+
+    DeepSpeed's section ``{"enabled": True}`` means the same.
+    """
 
     fp16: bool = False
-    """The same for a float16 model."""
+    """The same for a float16 model, whose losses want ``torch.amp.GradScaler``.
 
-    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What gradients are averaged in; None: their own dtype."""
+    DeepSpeed's section means the same; its loss scale belongs to the scaler, which a warning spells out.
+    """
+
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, validation_alias=AliasChoices("reduce_dtype", "communication_data_type")
+    )
+    """What gradients are averaged in; None: their own dtype. DeepSpeed's ``communication_data_type``, with
+    its ``fp32``, ``bf16`` and ``fp16``, means the same.
+    """
 
     leaf_modules: tuple[Any, ...] | list[Any] = ()
     """Modules gathered whole before their forward, so that ranks may take different ways inside: classes,
@@ -50,6 +72,21 @@ class Options(BaseModel):
 
     inductor: dict[str, Any] = Field(default_factory=dict)
     """Inductor's own config options for the rest of the graph."""
+
+    @field_validator("bf16", "fp16", mode="before")
+    @classmethod
+    def _section(cls, value: Any, info: ValidationInfo) -> Any:
+        return (
+            precision_section(str(info.field_name), value) if isinstance(value, Mapping) else value
+        )
+
+    @field_validator("reduce_dtype", mode="before")
+    @classmethod
+    def _dtype(cls, value: Any) -> Any:
+        return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bfp16": "bfloat16", "fp16": "float16"}
 
 
 def parse(options: Mapping[str, Any] | None) -> Options:
@@ -60,7 +97,7 @@ def parse(options: Mapping[str, Any] | None) -> Options:
     """
     given = dict(options or {})
     for name in given:
-        if name not in Options.model_fields:
+        if name not in Options.model_fields and name not in ALIASES:
             raise OptionError(_unknown(name))
     try:
         return _checked(Options(**given))

@@ -90,6 +90,14 @@ class Bucket:
         dtype = self.plan.torch_dtype
         return self.policy.master_weights and dtype.is_floating_point and dtype.itemsize == 2
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients present themselves as: float16 ones with float32 masters are float32 once their
+        loss scale is taken out, and GradScaler takes it out of such only.
+        """
+        dtype = self.plan.torch_dtype
+        return torch.float32 if self.has_master and dtype is torch.float16 else dtype
+
     def take_over_step(self) -> None:
         """After a step: round the master weights into the shard."""
         if self._master is not None:

@@ -173,6 +173,20 @@ def autograd_holds(parameter: Any) -> bool:
     return bool(parameter._use_count() > (1 if torch.is_grad_enabled() else 2))
 
 
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Whether anything but ``tensor`` itself refers to its memory."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and this handle
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells one piece of memory from another; 0 where a tensor has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def devices_of(process_group: dist.ProcessGroup) -> list[torch.device]:
     """Device types that the group has a backend for."""
     return list(process_group._device_types)

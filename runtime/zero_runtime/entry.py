@@ -88,8 +88,15 @@ class Entry:
         parameter.data = self._home
         parameter.__class__ = kind
         self.state = ParameterState.SHARDED
+        self._widen_gradient(parameter)
         if gradient is not None:
             parameter.grad = self._as_kept(gradient)
+
+    def _widen_gradient(self, parameter: nn.Parameter) -> None:
+        """Have autograd accept gradients of another dtype, where the bucket's differ from its elements."""
+        dtype = self.place.bucket.gradient_dtype
+        if parameter.requires_grad and dtype is not parameter.dtype:
+            parameter.grad_dtype = dtype
 
     def _moved_into_bucket(self, parameter: nn.Parameter) -> torch.Tensor:
         bucket, slot = self.place

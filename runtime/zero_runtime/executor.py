@@ -65,6 +65,7 @@ class Executor:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         self.session.end_step()
         self.session.finish_refresh()
+        self.session.lent.settle()
         self._agree()
         self._cursor, self._gathered = 0, 0
         token = _current.set(self)

@@ -33,23 +33,34 @@ class Place(NamedTuple):
 
 
 class ShardedGradient(torch.Tensor):
-    """This rank's part of a gradient. ``shape`` is the whole parameter's; ``local`` ``[n]`` is flat."""
+    """This rank's part of a gradient. ``shape`` is the whole parameter's; ``local`` ``[n]`` is flat.
+
+    ``dtype`` may be wider than that of ``local``: a float16 gradient that awaits its loss scale to be
+    taken out presents itself as the float32 gradient it is about to become.
+    """
 
     local: torch.Tensor
     place: Place
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, place: Place) -> "ShardedGradient":
+    def __new__(
+        cls, local: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+    ) -> "ShardedGradient":
         wrapper: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             place.slot.shape,
             strides=place.slot.stride,
-            dtype=local.dtype,
+            dtype=dtype or local.dtype,
             device=local.device,
         )
         wrapper.local = local
         wrapper.place = place
         return wrapper
+
+    @property
+    def presented(self) -> torch.dtype | None:
+        """The dtype shown in place of ``local``'s; None where they are the same."""
+        return None if self.dtype is self.local.dtype else self.dtype
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -64,7 +75,7 @@ class ShardedGradient(torch.Tensor):
         """The whole gradient, a plain tensor of the logical shape. Collective: call it on every rank."""
         bucket, slot = self.place
         group = bucket.group
-        padded = self.local.new_zeros(bucket.plan.padded)
+        padded = self.local.new_zeros(bucket.plan.padded, dtype=self.dtype)
         chunk = bucket.plan.chunk_range(group.rank)
         bucket.local(slot, padded[chunk.start : chunk.stop]).copy_(self.local)
         return bucket.whole(slot, group.sum(padded)).clone()
@@ -157,8 +168,19 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*pytree.tree_map(cut, args), **pytree.tree_map(cut, kwargs))
     if _is_in_place(func):
         return args[0]
-    wrap = lambda x: ShardedGradient(x, place) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    shown = {x.presented for x in _leaves([args, kwargs]) if isinstance(x, ShardedGradient)} - {
+        None
+    }
+    wrap = lambda x: _wrapped(x, place, shown)  # noqa: E731
     return pytree.tree_map(wrap, result)
+
+
+def _wrapped(result: Any, place: Place, shown: set[torch.dtype | None]) -> Any:
+    """A result of float16 elements goes on presenting itself as its operands did."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    dtype = next(iter(shown)) if shown and result.dtype is torch.float16 else None
+    return ShardedGradient(result, place, dtype)
 
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +196,9 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*locals_[0], **locals_[1])
     if result is None or _is_in_place(func):
         return None
-    return [ShardedGradient(r, g.place) for r, g in zip(result, gradients, strict=True)]
+    return [
+        _wrapped(r, g.place, {g.presented} - {None}) for r, g in zip(result, gradients, strict=True)
+    ]
 
 
 def _place_of(func: Any, operands: Any) -> Place:
@@ -297,12 +321,14 @@ def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
 def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: what one rank finds infinite, all must skip."""
     gradients, found, scale = args
+    for gradient in gradients:  # what a division by the scale would round to zero in float16
+        gradient.local = gradient.local.to(gradient.dtype)
     func([g.local for g in gradients], found, scale)
     gradients[0].place.group.max(found)
 
 
 def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
-    return ShardedGradient(args[0].local, args[0].place)
+    return ShardedGradient(args[0].local, args[0].place, args[0].presented)
 
 
 def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from zero_runtime import compat
 from zero_runtime.bucket import Bucket
 from zero_runtime.compat import pytree
 from zero_runtime.entry import Entry
-from zero_runtime.gradient import ShardedGradient
+from zero_runtime.hooks import ModuleHook
 from zero_runtime.plan import Stage
 from zero_runtime.session import Session
 
@@ -72,8 +72,8 @@ class _Visit:
         """Autograd saves ``saved``: keep its place only, where it lies in gathered memory."""
         for bucket, memory in self._memory.items():
             if memory.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr():
-                shape = (tuple(saved.shape), saved.stride(), saved.storage_offset())
-                return _Lent(bucket, saved.dtype, *shape)
+                offset = int(saved.storage_offset())
+                return _Lent(bucket, saved.dtype, tuple(saved.shape), saved.stride(), offset)
         return saved
 
     def find(self, saved: Any) -> torch.Tensor:
@@ -142,8 +142,8 @@ class Leaf:
         self._name = name
         self._session = session
         self._open: list[tuple[_Visit, torch.Tensor, list[_Use], Any]] = []
-        module.register_forward_pre_hook(compat.outside_dynamo(self._before))
-        module.register_forward_hook(compat.outside_dynamo(self._after), always_call=True)
+        module.register_forward_pre_hook(ModuleHook(self._before))
+        module.register_forward_hook(ModuleHook(self._after), always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         uses = [u for u in _uses(module) if self._session.owns(u.parameter)]

@@ -16,6 +16,7 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.lent import aliases
 
 if TYPE_CHECKING:
     from zero_runtime.session import Session
@@ -99,6 +100,8 @@ def _for_one_operation(
     kwargs = kwargs or {}
     if func in _METADATA:
         return _plain(func, args, kwargs)
+    for session in {p.session for p in _parameters((args, kwargs))}:
+        session.lent.settle()
     if all(p.session.entry(p).whole for p in _parameters((args, kwargs))):
         return _on_whole(func, args, kwargs)
     if func == _DATA_GET:
@@ -106,7 +109,18 @@ def _for_one_operation(
     if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
     _warn_once_per_place(func, (args, kwargs))
-    return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
+    return _on_copies(func, args, kwargs)
+
+
+def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The operation on gathered copies; those that it returns a view of are watched for writes."""
+    copies = {p: _gathered(p) for p in _parameters((args, kwargs))}
+    replace = lambda x: copies[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
+    results = _plain(func, *pytree.tree_map(replace, (args, kwargs)))
+    for parameter, whole in copies.items():
+        if aliases(whole, results):
+            parameter.session.lent.lend(parameter.session.entry(parameter), whole)
+    return results
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -13,6 +13,8 @@ from zero_runtime.bucket import Bucket, Flight
 from zero_runtime.collectives import Group
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.hooks import ModuleHook
+from zero_runtime.lent import Lent
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
 
@@ -45,6 +47,9 @@ class Session:
         """Whether backward reduces gradients; off inside ``no_sync``."""
         self.leaves: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
         """Modules that are gathered as a whole, and what does it."""
+        self.lent = Lent(self._store)
+        """Copies handed to eager code, which may write to them."""
+        self._rescued: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepping = False
         self._refreshing: list[Flight] = []
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
@@ -89,8 +94,17 @@ class Session:
         for entry in entries:
             entry.guard(self._class)
 
+    def rescue(self, root: nn.Module) -> None:
+        """Have ``root.state_dict()`` see parameters also after a step that failed. Idempotent."""
+        given = compat.compiled_module(root)
+        root = root if given is None else given
+        if root not in self._rescued:
+            self._rescued.add(root)
+            root.register_state_dict_pre_hook(ModuleHook(lambda *_: self.end_step()))
+
     def settle(self) -> None:
         """Before a step: reduce what was put off, partition what no graph has used."""
+        self.lent.settle()
         for bucket in self.buckets:
             if bucket.waiting:
                 self._reduce_waiting(bucket)
@@ -113,7 +127,7 @@ class Session:
             if parameter is None or not entry.placed or entry.place.bucket is not bucket:
                 continue
             if entry.place.slot in waiting:
-                gradient = ShardedGradient(bucket.local(entry.place.slot, shard), entry.place)
+                gradient = self.reduced_gradient(entry.place, shard)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -149,6 +163,7 @@ class Session:
     @torch.no_grad()
     def gather_whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a plain tensor of the logical shape. Collective once partitioned."""
+        self.lent.settle()
         if self.entry(parameter).whole:
             return as_plain(parameter).detach().clone()
         bucket, slot = self.entry(parameter).place
@@ -162,7 +177,11 @@ class Session:
         if self.entry(parameter).whole:
             as_plain(parameter).detach().copy_(whole)
             return
-        bucket, slot = self.entry(parameter).place
+        self._store(self.entry(parameter), whole)
+
+    @torch.no_grad()
+    def _store(self, entry: Entry, whole: torch.Tensor) -> None:
+        bucket, slot = entry.place
         bucket.store(slot, whole)
 
     def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -178,8 +197,7 @@ class Session:
             bucket.keep_whole([slot], [gradient])
             return None
         self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
-        shard = bucket.start_reduce([slot], [gradient]).land()
-        return ShardedGradient(bucket.local(slot, shard), entry.place)
+        return self.reduced_gradient(entry.place, bucket.start_reduce([slot], [gradient]).land())
 
     @torch.no_grad()
     def gather_buckets(self, buckets: Sequence[Bucket], what: str) -> list[torch.Tensor]:
@@ -211,9 +229,10 @@ class Session:
 
     def reduced_gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient out of its reduced bucket, in the form the stage keeps."""
+        bucket, slot = place
         if self.stage is Stage.OPTIMIZER:
-            return place.bucket.whole(place.slot, reduced)
-        return ShardedGradient(place.bucket.local(place.slot, reduced), place)
+            return bucket.whole(slot, reduced).to(bucket.gradient_dtype)
+        return ShardedGradient(bucket.local(slot, reduced), place, bucket.gradient_dtype)
 
     def place(self, entries: Sequence[Entry]) -> None:
         """Give entries that no bucket holds yet buckets of their own."""
