@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 TORCHRUN := $(LOCAL) $(BIN)/torchrun --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0
 
-.PHONY: demo test lint bench zoo format clean install
+.PHONY: demo test browser lint bench zoo format clean install
 
 install: $(VENV)/.installed
 
@@ -24,8 +24,15 @@ $(VENV)/.installed: pyproject.toml setup.py $(wildcard csrc/*)
 demo: install
 	$(TORCHRUN) examples/demo.py --time-budget 60 --output runs/demo
 
-test: install
+test: install browser
 	$(BIN)/python -m pytest
+
+# The browser that the tests of the page drive; where it cannot be installed they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1; } || \
+	echo "no Chromium here: the tests of the page in a browser will be skipped"
 
 lint: install
 	$(BIN)/ruff check $(PACKAGES)

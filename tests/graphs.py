@@ -21,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from zero_compile import backend, pipeline
 from zero_compile.capture import Capture
-from zero_compile.emit_plan import emit_plan
 from zero_compile.fx_graph import calls, parameter_number
-from zero_compile.layout import Use, group_uses, plan_bucket
-from zero_compile.options import Options, parse
+from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
+from zero_compile.lowering import Lowered, Lowering
+from zero_compile.options import parse
 from zero_compile.passes.effects import insert_call
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_runtime import compat, ops
-from zero_runtime.executor import Executor
 from zero_runtime.plan import BucketPlan, Phase, Plan
 
 #: AOTAutograd's graphs differ between versions of torch; snapshots show those of this one.
@@ -97,40 +96,19 @@ class Recording:
         return gm
 
 
-class _Partitioner(backend.JointPartitioner):
-    def __init__(self, capture: Capture, options: Options, recording: Recording) -> None:
-        super().__init__(capture, options)
-        self._recording = recording
-
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        self._capture.lay_out(gm, self._options.bucket_bytes)
-        self._recording.run(pipeline.partition(), gm, JOINT)
-        return compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-
 class _Compiler(backend.GraphCompiler):
-    def __init__(self, capture: Capture, options: Options, recording: Recording) -> None:
-        super().__init__(capture, options)
+    """Runs the lowered graphs as they are."""
+
+    def __init__(self, capture: Capture, lowering: Lowering, recording: Recording) -> None:
+        super().__init__(capture, lowering)
         self._recording = recording
 
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Executor:
-        phase, capture = backend._phase(kwargs), self._capture
-        capture.lay_out(gm, self._options.bucket_bytes)
-        gradients = backend._gradient_outputs(gm, capture)
-        stages = pipeline.lower(capture.bucket_plans, capture.places, self._options)
-        gm = self._recording.run(stages, gm, str(phase))
-        plan = emit_plan(
-            gm,
-            name=f"{capture.name}.{phase}",
-            phase=phase,
-            world_size=capture.session.group.world_size,
-            policy=self._options.schedule,
-            buckets=capture.bucket_plans,
-        )
-        capture.session.plans.append(plan)
-        self._recording.plans.setdefault(str(phase), plan)
-        run = _stop if phase is Phase.BACKWARD and not self._recording.run_backward else gm
-        return Executor(capture.session, plan, capture.buckets, lambda args: run(*args), gradients)
+    def compile(self, lowered: Lowered, example_inputs: Sequence[Any], kwargs: Any) -> Any:
+        phase = lowered.plan.phase
+        self._recording.plans.setdefault(str(phase), lowered.plan)
+        stop = phase is Phase.BACKWARD and not self._recording.run_backward
+        run = _stop if stop else lowered.graph
+        return lambda args: run(*args)
 
 
 class _Compiled(Exception):  # noqa: N818
@@ -154,17 +132,19 @@ def record(
 
     Of the first the backward graph is compiled too, and run if ``run_backward``.
     """
-    recording, settings = Recording(run_backward), parse(options)
+    recording = Recording(run_backward)
+    settings = parse({"schedule": "one_ahead", **options})
 
     def recording_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture = Capture.of(gm, example_inputs, settings)
         recording.captures.append(capture)
         recording.run(pipeline.capture(capture.parameters), gm, CAPTURED)
+        lowering = Lowering(capture, settings, recording.run)
         compiled = compat.compile_fx(
             gm,
             example_inputs,
-            inner_compile=_Compiler(capture, settings, recording),
-            config_patches={"custom_partitioner_fn": _Partitioner(capture, settings, recording)},
+            inner_compile=_Compiler(capture, lowering, recording),
+            config_patches={"custom_partitioner_fn": backend.JointPartitioner(capture, lowering)},
         )
         capture.session.partition()
         return compiled
@@ -269,7 +249,7 @@ def laid_out(
     gm: GraphModule, bucket_bytes: int = 1 << 20, world_size: int = 2
 ) -> tuple[list[BucketPlan], dict[int, tuple[int, int]]]:
     """Buckets for the parameters that a graph gathers, in the order of its gathers, and the places."""
-    groups = group_uses([_use(g) for g in calls(gm.graph, ops.gather)], bucket_bytes)
+    groups = group_uses([_use(g) for g in calls(gm.graph, ops.gather)], LayoutPolicy(bucket_bytes))
     places = {
         use.number: (bucket, slot)
         for bucket, group in enumerate(groups)
@@ -297,9 +277,14 @@ def lowered(
     function: Callable[..., Any], *inputs: torch.Tensor, world_size: int = 2, **options: Any
 ) -> GraphModule:
     """The scheduled graph of ``function``, unverified. It calls ``ops.gather`` and ``ops.reduce`` itself."""
-    gm, settings = traced(function, *inputs), parse(options)
+    gm, settings = traced(function, *inputs), parse({"schedule": "one_ahead", **options})
     buckets, places = laid_out(gm, settings.bucket_bytes, world_size)
-    return pipeline.run(pipeline.lower(buckets, places, settings), gm, verify=False)
+    return pipeline.run(lower(buckets, places, settings.schedule), gm, verify=False)
+
+
+def lower(buckets: Any, places: Any, schedule: str = "one_ahead") -> list[Any]:
+    """All stages between AOTAutograd and Inductor, for a schedule that needs no planner."""
+    return [*pipeline.bucket(buckets, places), *pipeline.schedule(schedule)]
 
 
 def call_before(node: Node, target: Any, *args: Any) -> Node:

@@ -21,8 +21,8 @@ from graphs import (
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zero_compile.emit_plan import bucket_number, emit_plan
-from zero_compile.fx_graph import calls
+from zero_compile.emit_plan import emit_plan
+from zero_compile.fx_graph import bucket_number, calls
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_runtime import ops

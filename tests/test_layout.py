@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_compile.layout import MiB, Use, default_bucket_bytes, group_uses, plan_bucket
+from zero_compile.layout import (
+    LayoutPolicy,
+    MiB,
+    Use,
+    default_bucket_bytes,
+    group_uses,
+    plan_bucket,
+)
 from zero_runtime.plan import ALIGNMENT
 
 
@@ -49,22 +56,26 @@ USES = st.lists(
 
 def test_buckets_fill_in_order_of_use():
     uses = [use(i) for i in range(5)]
-    assert numbers(group_uses(uses, 800)) == [[0, 1], [2, 3], [4]]
+    assert numbers(group_uses(uses, LayoutPolicy(800))) == [[0, 1], [2, 3], [4]]
 
 
 def test_a_bucket_may_exceed_its_size_by_an_eighth():
     """So that a layer's bias joins its weight."""
-    assert numbers(group_uses([use(0, 100), use(1, 12)], 400)) == [[0, 1]]
-    assert numbers(group_uses([use(0, 100), use(1, 13)], 400)) == [[0], [1]]
+    assert numbers(group_uses([use(0, 100), use(1, 12)], LayoutPolicy(400))) == [[0, 1]]
+    assert numbers(group_uses([use(0, 100), use(1, 13)], LayoutPolicy(400))) == [[0], [1]]
 
 
 def test_a_parameter_larger_than_a_bucket_has_its_own():
-    assert numbers(group_uses([use(0, 5), use(1, 5000), use(2, 5)], 400)) == [[0], [1], [2]]
+    assert numbers(group_uses([use(0, 5), use(1, 5000), use(2, 5)], LayoutPolicy(400))) == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def test_size_is_what_the_gather_moves():
     uses = [use(i, gather_dtype=torch.bfloat16) for i in range(4)]
-    assert numbers(group_uses(uses, 800)) == [[0, 1, 2, 3]]
+    assert numbers(group_uses(uses, LayoutPolicy(800))) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -79,17 +90,17 @@ def test_size_is_what_the_gather_moves():
 )
 def test_kinds_never_mix_and_do_not_end_each_others_buckets(other):
     uses = [use(0), use(1, **other), use(2), use(3, **other)]
-    assert numbers(group_uses(uses, 1 << 20)) == [[0, 2], [1, 3]]
+    assert numbers(group_uses(uses, LayoutPolicy(1 << 20))) == [[0, 2], [1, 3]]
 
 
 def test_buckets_are_ordered_by_their_first_use():
     uses = [use(0), use(1, trainable=False), use(2), use(3), use(4, trainable=False)]
-    assert numbers(group_uses(uses, 800)) == [[0, 2], [1, 4], [3]]
+    assert numbers(group_uses(uses, LayoutPolicy(800))) == [[0, 2], [1, 4], [3]]
 
 
 def test_nothing_to_group():
-    assert group_uses([], 400) == []
-    assert group_uses([], None) == []
+    assert group_uses([], LayoutPolicy(400)) == []
+    assert group_uses([], LayoutPolicy(None)) == []
 
 
 @pytest.mark.parametrize(
@@ -103,15 +114,15 @@ def test_buckets_are_a_sixteenth_of_the_whole_within_limits(total, bucket_bytes)
 
 def test_without_a_size_the_default_is_taken():
     uses = [use(i, MiB) for i in range(16)]
-    assert group_uses(uses, None) == group_uses(uses, 4 * MiB)
-    assert len(group_uses(uses, None)) == 16
+    assert group_uses(uses, LayoutPolicy(None)) == group_uses(uses, LayoutPolicy(4 * MiB))
+    assert len(group_uses(uses, LayoutPolicy(None))) == 16
 
 
 @settings(max_examples=60, deadline=None)
 @given(USES, st.integers(1, 2000))
 def test_every_use_is_in_one_bucket_of_its_kind_and_in_order(uses, bucket_bytes):
     uses = [u._replace(number=i) for i, u in enumerate(uses)]
-    groups = group_uses(uses, bucket_bytes)
+    groups = group_uses(uses, LayoutPolicy(bucket_bytes))
     assert sorted(n for group in numbers(groups) for n in group) == list(range(len(uses)))
     firsts = [group[0].number for group in groups]
     assert firsts == sorted(firsts)
@@ -126,7 +137,10 @@ def test_every_use_is_in_one_bucket_of_its_kind_and_in_order(uses, bucket_bytes)
 @given(USES, st.integers(1, 2000), st.integers(1, 5))
 def test_equal_uses_give_equal_layouts(uses, bucket_bytes, world_size):
     first, second = (
-        [plan_bucket(group, world_size) for group in group_uses(list(uses), bucket_bytes)]
+        [
+            plan_bucket(group, world_size)
+            for group in group_uses(list(uses), LayoutPolicy(bucket_bytes))
+        ]
         for _ in range(2)
     )
     assert first == second
@@ -227,3 +241,13 @@ def test_parameters_gathered_narrow_and_as_stored_are_kept_apart():
     ]
     gathered = {s.bucket: s.dtype for p in recording.plans.values() for s in p.steps[:4]}
     assert gathered == {0: "bfloat16", 1: "float32"}
+
+
+def test_small_parameters_share_buckets_with_their_like_only():
+    uses = [use(0, 100), use(1, 8), use(2, 100), use(3, 8)]
+    assert numbers(group_uses(uses, LayoutPolicy(1 << 20, small=8))) == [[0, 2], [1, 3]]
+
+
+def test_a_bucket_holds_no_more_elements_than_asked_for():
+    uses = [use(0, 60), use(1, 60), use(2, 200)]
+    assert numbers(group_uses(uses, LayoutPolicy(1 << 20, elements=120))) == [[0, 1], [2]]

@@ -115,7 +115,9 @@ def _held_between_forward_and_backward() -> list[int]:
     """Bytes of gathered memory alive there."""
     torch.manual_seed(0)
     model = Model()
-    step = torch.compile(model, backend="zero3", options={"leaf_modules": [Mixture]})
+    # A planned schedule keeps the bucket that forward uses last.
+    options = {"leaf_modules": [Mixture], "schedule": "one_ahead"}
+    step = torch.compile(model, backend="zero3", options=options)
     seen = []
     for batch in _batches()[:3]:
         model.zero_grad()
@@ -162,3 +164,31 @@ def test_an_unknown_leaf_is_refused_with_the_classes_there_are() -> None:
         zero_compile.partition(Model(), {"leaf_modules": ["Mixtur"]})
     with pytest.raises(OptionError, match="expected module classes or names, got 3"):
         zero_compile.partition(Model(), {"leaf_modules": [3]})
+
+
+def test_an_unknown_leaf_leaves_the_model_as_it_was() -> None:
+    model = Model()
+    with pytest.raises(OptionError, match="no module of Model"):
+        zero_compile.partition(model, {"leaf_modules": ["Mixture", "Mixtur"]})
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert not model.mixture._forward_pre_hooks
+
+
+def test_an_unknown_leaf_of_a_compiled_model_is_refused_with_the_users_classes() -> None:
+    compiled = torch.compile(Model(), backend="zero3", options={"leaf_modules": ["Mixtur"]})
+    with pytest.raises(Exception, match="no module of Model has the class or") as caught:
+        compiled(torch.ones(2, 8), torch.ones(2))
+    assert "OptimizedModule" not in str(caught.value)
+
+
+@pytest.mark.parametrize("leaf", ["Mixture", "mixture", Mixture])
+def test_one_leaf_alone_need_not_stand_in_a_list(leaf: Any) -> None:
+    model = Model()
+    zero_compile.partition(model, {"leaf_modules": leaf})
+    assert len(model.mixture._forward_pre_hooks) == 1
+
+
+def test_a_leaf_inside_a_compiled_block_keeps_its_name() -> None:
+    model = nn.Sequential(torch.compile(Model(), backend="eager"))
+    zero_compile.partition(model, {"leaf_modules": ["0.mixture"]})
+    assert len(model[0].mixture._forward_pre_hooks) == 1

@@ -67,7 +67,12 @@ def test_twenty_four_linears_hold_few_layers_at_once_and_what_the_plan_says() ->
         assert found["gathered"] == found["planned_gathered"]
         activations = LAYERS * 8 * WIDTH * 4
         assert found["planned_forward"] + activations == pytest.approx(found["forward"], rel=0.05)
-        assert found["planned_backward"] == pytest.approx(found["backward"], rel=0.05)
+        # Resident memory counts a receive buffer as its bytes arrive, the plan from its allocation on.
+        assert (
+            0.85 * found["planned_backward"]
+            <= found["backward"]
+            <= 1.02 * found["planned_backward"]
+        )
 
 
 def _held() -> tuple[int, int, int]:

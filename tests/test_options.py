@@ -13,7 +13,7 @@ from zero_runtime.errors import OptionError
 def test_nothing_needs_to_be_given(given):
     options = parse(given)
     assert options == Options()
-    assert (options.bucket_bytes, options.schedule, options.verify) == (None, "one_ahead", True)
+    assert (options.bucket_bytes, options.schedule, options.verify) == (None, "planned", True)
     assert options.inductor == {}
 
 
@@ -36,7 +36,7 @@ def test_every_option_can_be_given():
     ("name", "meant"),
     [
         ("bucket_byte", "bucket_bytes"),
-        ("bucket_size", "bucket_bytes"),
+        ("reduce_bucket", "reduce_bucket_size"),
         ("shedule", "schedule"),
         ("Verify", "verify"),
         ("inductor_config", "inductor"),
@@ -53,8 +53,10 @@ def test_an_unknown_name_like_no_other_lists_them_all():
     message = str(caught.value)
     assert "Did you mean" not in message
     assert message.endswith(
-        "Valid options: bf16, bucket_bytes, fp16, group, inductor, leaf_modules, mesh, "
-        "reduce_dtype, schedule, verify."
+        "Valid options: bf16, bucket_bytes, device_memory, fp16, group, hardware, inductor, "
+        "leaf_modules, mesh, overlap_comm, record, reduce_bucket_size, reduce_dtype, schedule, "
+        "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_param_persistence_threshold, "
+        "stage3_prefetch_bucket_size, verify."
     )
 
 
@@ -81,7 +83,7 @@ def test_a_wrong_value_is_an_error_that_names_option_and_value(name, value):
 
 
 def test_a_wrong_schedule_lists_the_right_ones():
-    with pytest.raises(OptionError, match="'one_ahead' or 'on_demand'"):
+    with pytest.raises(OptionError, match="'planned', 'one_ahead' or 'on_demand'"):
         parse({"schedule": "two_ahead"})
 
 

@@ -4,6 +4,7 @@ import torch
 from expecttest import TestCase
 from graphs import text, traced
 
+from zero_compile import pipeline
 from zero_compile.fx_graph import calls
 from zero_compile.passes.read_whole_parameters import read_whole_parameters
 from zero_runtime import ops
@@ -51,11 +52,11 @@ def test_no_gather_is_left() -> None:
 
 
 def test_values_are_the_parameters_own() -> None:
-    product, view = read_whole_parameters(traced(linear, P, X))(P, X)
+    product, view = pipeline.run([read_whole_parameters], traced(linear, P, X))(P, X)
     torch.testing.assert_close(product, X @ P)
     torch.testing.assert_close(view, P.t())
 
 
 def test_what_leaves_the_graph_does_not_share_the_parameters_memory() -> None:
-    _, view = read_whole_parameters(traced(linear, P, X))(P, X)
+    _, view = pipeline.run([read_whole_parameters], traced(linear, P, X))(P, X)
     assert view.untyped_storage().data_ptr() != P.untyped_storage().data_ptr()

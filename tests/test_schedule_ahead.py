@@ -3,14 +3,12 @@
 import pytest
 import torch
 from expecttest import TestCase
-from graphs import BACKWARD, FORWARD, index, lowered, mlp, snapshot, text, traced
+from graphs import BACKWARD, FORWARD, index, lower, lowered, mlp, snapshot, text, traced
 from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.emit_plan import bucket_number
-from zero_compile.fx_graph import calls
-from zero_compile.options import Options
+from zero_compile.fx_graph import bucket_number, calls
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_compile.verify import verify_scheduled
@@ -36,7 +34,7 @@ def chain(layers: int = 5) -> GraphModule:
 
     gm = traced(function, torch.randn(4, 4), *(torch.randn(4, 4) for _ in range(layers)))
     buckets, places = lay_out(gm, bucket_bytes=1)
-    return pipeline.run(pipeline.lower(buckets, places, Options())[:3], gm)
+    return pipeline.run(lower(buckets, places)[:3], gm)
 
 
 def schedule(gm: GraphModule) -> str:
@@ -230,7 +228,7 @@ def test_one_reduction_is_in_flight_and_overlaps_what_follows():
     gm = traced(function, torch.randn(4, 4))
     gathers = traced(lambda p, q: (ops.gather(p, 0), ops.gather(q, 1)), *torch.randn(2, 4, 4))
     buckets, places = lay_out(gathers, bucket_bytes=1)
-    gm = pipeline.run(pipeline.lower(buckets, places, Options()), gm)
+    gm = pipeline.run(lower(buckets, places), gm)
     assert schedule(gm).split("\n") == [
         "mm",
         "reduce 0",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from training import mean_over_ranks, mine
 
@@ -179,6 +180,7 @@ def test_clipping_costs_one_collective() -> None:
 
 
 def _gradient() -> ShardedGradient:
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     torch.compile(model, backend="zero3")(torch.randn(2, 4)).sum().backward()
@@ -201,6 +203,96 @@ def _gradient() -> ShardedGradient:
 def test_what_is_not_supported_says_so_and_what_to_call(operation: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedError, match="full_tensor"):
         operation(_gradient())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda g, whole: whole.add_(g),
+        lambda g, whole: whole.copy_(g),
+        lambda g, whole: whole.addcmul_(g, g),
+        lambda g, whole: torch.mul(g, 2, out=whole),
+        lambda g, whole: torch.add(whole, g, out=whole),
+        lambda g, whole: torch.ops.aten._foreach_mul.Scalar_out([g], 2, out=[whole]),
+    ],
+)
+def test_a_plain_tensor_is_not_given_one_ranks_elements(write: Callable[[Any, Any], Any]) -> None:
+    gradient = _gradient()
+    whole = torch.zeros(gradient.shape)
+    with pytest.raises(UnsupportedError, match=r"into a plain tensor.* Call \.full_tensor\(\)"):
+        write(gradient, whole)
+    assert not whole.any()
+
+
+def test_a_gradient_as_the_target_keeps_its_identity() -> None:
+    gradient = _gradient()
+    assert torch.add(gradient, torch.ones(gradient.shape), out=gradient) is gradient
+
+
+def _on_lists(gradients: Any, others: Any) -> None:
+    """Each with a whole tensor of its shape, with itself, and with one number for all."""
+    torch._foreach_add_(gradients, others)
+    torch._foreach_addcmul_(gradients, others, gradients)
+    torch._foreach_mul_(gradients, torch.tensor(0.5))
+    torch._foreach_copy_(gradients, torch._foreach_mul(gradients, others))
+
+
+def _listed() -> float:
+    model, reference = _pair()
+    lists = [[p.grad for p in m.parameters()] for m in (model, reference)]
+    others = [torch.randn(g.shape) for g in lists[1]]  # type: ignore[union-attr]
+    for gradients in lists:
+        _on_lists(gradients, others)
+    return max(float((g.full_tensor() - h).abs().max()) for g, h in zip(*lists, strict=True))  # type: ignore[union-attr]
+
+
+def test_operations_on_lists_cut_whole_tensors_to_each_members_elements() -> None:
+    assert max(ranks.run(2, _listed)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda a, b: torch._foreach_add_([a, b], [b, a]), "different parameters"),
+        (lambda a, b: torch._foreach_mul([a], [torch.ones(2)]), "broadcasts a tensor"),
+        (lambda a, b: torch._foreach_norm([a, torch.ones(2)]), "mixes partitioned"),
+        (
+            lambda a, b: torch._amp_foreach_non_finite_check_and_unscale_(
+                [a, torch.ones(2)], torch.zeros(1), torch.ones(1)
+            ),
+            "mixes partitioned",
+        ),
+        (lambda a, b: torch._foreach_max([a, b]), "not supported"),
+    ],
+)
+def test_what_a_list_cannot_do_says_so(operation: Callable[[Any, Any], Any], message: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    torch.compile(model, backend="zero3")(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(UnsupportedError, match=message):
+        operation(model.weight.grad, model.bias.grad)
+
+
+def _clip_two_groups() -> tuple[float, float]:
+    """One norm over a model shared by the ranks and one that each has for itself."""
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    shared, own = nn.Linear(7, 33), nn.Linear(7, 33)
+    steps = [
+        torch.compile(shared, backend="zero3"),
+        torch.compile(own, backend="zero3", options={"group": alone}),
+    ]
+    x = torch.randn(4, 7)
+    for step in steps:
+        step(x).square().mean().backward()
+    gradients = [p.grad.full_tensor() for m in (shared, own) for p in m.parameters()]  # type: ignore[union-attr]
+    expected = torch.cat([g.flatten() for g in gradients]).norm()
+    norm = nn.utils.clip_grad_norm_([*shared.parameters(), *own.parameters()], 1.0)
+    return float(norm), float(expected)
+
+
+def test_one_norm_over_models_on_different_groups() -> None:
+    for found, expected in ranks.run(2, _clip_two_groups):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_printing_a_gradient_names_it() -> None:

@@ -409,7 +409,9 @@ return [addmm_2]
       "reducing_bytes": 0,
       "gradient_bytes": 0
     }
-  ]
+  ],
+  "kept": [],
+  "early": []
 }""",
         )
 
@@ -672,7 +674,9 @@ return [addmm_2]
       "reducing_bytes": 1536,
       "gradient_bytes": 896
     }
-  ]
+  ],
+  "kept": [],
+  "early": []
 }""",
         )
 
@@ -1292,7 +1296,8 @@ def test_the_recorded_plans_are_those_of_the_backend(fake_group):
     recording = mlp()
     fake_group(2)
     model, x = make_mlp(), torch.randn(3, 8)
-    compiled = torch.compile(model, backend="zero3", options={"bucket_bytes": 512})
+    options = {"bucket_bytes": 512, "schedule": "one_ahead"}
+    compiled = torch.compile(model, backend="zero3", options=options)
     compiled(x).sum().backward()
     with torch.no_grad():
         compiled(x)

@@ -9,19 +9,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
 from zero_compile.capture import Capture
-from zero_compile.emit_plan import emit_plan
-from zero_compile.fx_graph import output_node, parameter_number
-from zero_compile.options import Options, parse
+from zero_compile.lowering import Lowered, Lowering
+from zero_compile.options import parse
 from zero_compile.refusals import refuse_torch_version
 from zero_compile.unseen import refuse_unseen
-from zero_runtime import compat, ops
+from zero_runtime import compat
 from zero_runtime.executor import Executor
-from zero_runtime.gradient import Place
 from zero_runtime.optimizer import HOOKS
 from zero_runtime.plan import Phase, Stage
 
@@ -57,16 +54,19 @@ def _compile(
 ) -> Any:
     refuse_torch_version()
     settings = parse(options)
-    patches = {**compat.mode_patches(mode), **settings.inductor}
+    patches = {**compat.mode_patches(mode), **compat.PLANNED_ORDER, **settings.inductor}
     capture = Capture.of(gm, example_inputs, settings, stage)
     if not capture.entries:
         return compat.compile_fx(gm, example_inputs, config_patches=patches)
     pipeline.run(pipeline.capture(capture.parameters), gm, verify=settings.verify)
+    if settings.record:
+        capture.session.record()
+    lowering = Lowering(capture, settings)
     compiled = compat.compile_fx(
         gm,
         example_inputs,
-        inner_compile=GraphCompiler(capture, settings),
-        config_patches={**patches, "custom_partitioner_fn": JointPartitioner(capture, settings)},
+        inner_compile=GraphCompiler(capture, lowering),
+        config_patches={**patches, "custom_partitioner_fn": JointPartitioner(capture, lowering)},
     )
     capture.session.partition()
     return capture.bound(compiled)
@@ -80,11 +80,11 @@ HOOKS.install(partial(refuse_unseen, backends=BACKENDS))
 
 
 class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
-    """Cuts the joint graph so that backward gathers again; the layout is decided here."""
+    """Cuts the joint graph so that backward gathers again, and lowers both halves together."""
 
-    def __init__(self, capture: Capture, options: Options) -> None:
+    def __init__(self, capture: Capture, lowering: Lowering) -> None:
         self._capture = capture
-        self._options = options
+        self._lowering = lowering
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JointPartitioner":
         """Inductor copies its config for cache keys; what this one holds is live and has no copy."""
@@ -95,57 +95,35 @@ class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
         return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        self._capture.lay_out(gm, self._options.bucket_bytes)
-        pipeline.run(
-            pipeline.partition(self._capture.session.stage), gm, verify=self._options.verify
-        )
-        return compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self._lowering.joint(gm)
+        halves = compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self._lowering.step(*halves)
+        return halves
 
 
 class GraphCompiler:
-    """Inductor's inner compile with our passes before it. One an Dynamo graph, called for each phase."""
+    """Inductor's inner compile with our passes before it. One a Dynamo graph, called for each phase."""
 
-    def __init__(self, capture: Capture, options: Options) -> None:
+    def __init__(self, capture: Capture, lowering: Lowering) -> None:
         self._capture = capture
-        self._options = options
+        self._lowering = lowering
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Executor:
-        phase = _phase(kwargs)
-        self._capture.lay_out(gm, self._options.bucket_bytes)
-        gradients = _gradient_outputs(gm, self._capture)
-        stages = pipeline.lower(
-            self._capture.bucket_plans,
-            self._capture.places,
-            self._options,
-            self._capture.session.stage,
-        )
-        gm = pipeline.run(stages, gm, verify=self._options.verify)
-        plan = emit_plan(
-            gm,
-            name=f"{self._capture.name}.{phase}",
-            phase=phase,
-            world_size=self._capture.session.group.world_size,
-            policy=self._options.schedule,
-            buckets=self._capture.bucket_plans,
-            policy_of_state=self._capture.session.policy,
-        )
-        self._capture.session.plans.append(plan)
-        compiled = compat.compile_fx_inner(gm, example_inputs, **compat.without_cudagraphs(kwargs))
-        return Executor(self._capture.session, plan, self._capture.buckets, compiled, gradients)
+        capture = self._capture
+        lowered = self._lowering.graph(gm, phase_of(kwargs))
+        capture.session.plans.append(lowered.plan)
+        run = self.compile(lowered, example_inputs, compat.without_cudagraphs(kwargs))
+        return Executor(capture.session, lowered.plan, capture.buckets, run, lowered.gradients)
+
+    def compile(
+        self, lowered: Lowered, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What runs the lowered graph: Inductor's code."""
+        return compat.compile_fx_inner(lowered.graph, example_inputs, **kwargs)
 
 
-def _phase(kwargs: Mapping[str, Any]) -> Phase:
+def phase_of(kwargs: Mapping[str, Any]) -> Phase:
+    """Which graph Inductor is asked to compile."""
     if kwargs.get("is_backward"):
         return Phase.BACKWARD
     return Phase.INFERENCE if kwargs.get("is_inference") else Phase.FORWARD
-
-
-def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:
-    """Outputs of a backward graph that are reduced gradients, and whose."""
-    outputs = output_node(gm.graph).args[0]
-    assert isinstance(outputs, list | tuple)
-    return {
-        position: capture.entries[parameter_number(node)].place
-        for position, node in enumerate(outputs)
-        if isinstance(node, torch.fx.Node) and node.target is ops.reduce
-    }

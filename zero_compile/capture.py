@@ -6,24 +6,27 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import calls, parameter_number, positions
-from zero_compile.layout import Use, group_uses, plan_bucket
-from zero_compile.leaves import hold_leaves
+from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
+from zero_compile.leaves import find_leaves, hold_leaves
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
-from zero_compile.root import find_root, parameter_names
+from zero_compile.root import find_root, parameter_names, refuse_wrapper
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
 from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
 from zero_runtime.entry import Entry
-from zero_runtime.errors import PlanError, UnsupportedError
+from zero_runtime.errors import OptionError, PlanError, UnsupportedError
 from zero_runtime.plan import BucketPlan, Policy, Stage
 from zero_runtime.session import Session, session_of
+
+_DEFAULT_LAYOUT = LayoutPolicy()
 
 
 class Capture:
@@ -48,8 +51,11 @@ class Capture:
         example_inputs: Sequence[Any],
         options: Options,
         stage: Stage = Stage.PARAMETERS,
+        group: Group | None = None,
     ) -> "Capture":
         """Claim the parameters among a Dynamo graph's inputs, and watch over the rest of their model.
+
+        ``group`` are the ranks of a new session; None: those that the options name.
 
         Raises:
             UnsupportedError: a parameter, or what the graph does to one, cannot be partitioned.
@@ -70,7 +76,9 @@ class Capture:
         refuse_in_graph(gm, names)
         known = [*found.values(), *(root.parameters() if root is not None else ())]
         refuse_wide(known, options)
-        session = _session_for(known, options, stage)
+        if root is not None:
+            find_leaves(root, options.leaf_modules)  # refused before anything changes
+        session = _session_for(known, options, stage, group)
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
@@ -84,7 +92,7 @@ class Capture:
         """The plans of the graph's buckets."""
         return [bucket.plan for bucket in self.buckets]
 
-    def lay_out(self, gm: GraphModule, bucket_bytes: int | None) -> None:
+    def lay_out(self, gm: GraphModule, policy: LayoutPolicy) -> None:
         """Give every parameter that the graph gathers a bucket, and number the buckets. Idempotent."""
         gathers = [g for g in _by_first_use(gm) if parameter_number(g) not in self.places]
         fresh = [g for g in gathers if not self.entries[parameter_number(g)].placed]
@@ -93,7 +101,7 @@ class Capture:
             for g in fresh
             for number in [parameter_number(g)]
         ]
-        for group in group_uses(uses, bucket_bytes):
+        for group in group_uses(uses, policy):
             bucket = Bucket(
                 plan_bucket(group, self.session.group.world_size),
                 self.session.group,
@@ -134,11 +142,17 @@ def partition(
     operation. Options and stage are those of the backends. Call it on every rank.
 
     Raises:
-        OptionError: as for ``torch.compile``.
+        OptionError: as for ``torch.compile``, or a stage that ZeRO does not have.
         UnsupportedError: a parameter, or a wrapper around the model, cannot be partitioned.
     """
+    if stage not in tuple(Stage):
+        raise OptionError(f"stage {stage!r}: ZeRO has the stages 1, 2 and 3")
     settings = parse(options)
+    for module in model.modules():
+        refuse_wrapper(module)
     named = parameter_names(model)
+    refuse_wide(named.values(), settings)
+    find_leaves(model, settings.leaf_modules)  # an unknown one is refused before anything changes
     session = _session_for(named.values(), settings, Stage(stage))
     session.guard([_claim(session, name, p) for name, p in named.items()])
     hold_leaves(model, session, settings.leaf_modules)
@@ -146,18 +160,57 @@ def partition(
     session.settle()
 
 
-def _session_for(parameters: Iterable[nn.Parameter], options: Options, stage: Stage) -> Session:
-    owners = (session_of(p) for p in parameters)
-    known = next((s for s in owners if s is not None), None)
-    if known is None:
-        lay_out = partial(lay_out_rest, bucket_bytes=options.bucket_bytes)
-        return Session(_group(options), lay_out, _policy(options, stage))
-    if known.stage is not stage:
+def _session_for(
+    parameters: Iterable[nn.Parameter], options: Options, stage: Stage, group: Group | None = None
+) -> Session:
+    """The session of the parameters; a new one where they have none.
+
+    Raises:
+        UnsupportedError: they are partitioned in another way than this.
+    """
+    owners = dict.fromkeys(session_of(p) for p in parameters)
+    known = [session for session in owners if session is not None]
+    group, policy = group or _group(options), _policy(options, stage)
+    for session in known:
+        _refuse_another_way(session, policy, group)
+    return (
+        known[0] if known else Session(group, partial(lay_out_rest, policy=options.layout), policy)
+    )
+
+
+def _refuse_another_way(session: Session, policy: Policy, group: Group) -> None:
+    known = session.policy
+    if known.stage is not policy.stage:
         raise UnsupportedError(
             f'the model is compiled with backend="zero{int(known.stage)}" and now with '
-            f'"zero{int(stage)}": a parameter can be partitioned in one way only.'
+            f'"zero{int(policy.stage)}": a parameter can be partitioned in one way only.'
         )
-    return known
+    for what, before, now in (
+        (
+            "float32 master weights (options bf16, fp16)",
+            known.master_weights,
+            policy.master_weights,
+        ),
+        ("reduce_dtype", known.reduce_dtype, policy.reduce_dtype),
+        ("the ranks of group or mesh", _ranks(session.group), _ranks(group)),
+    ):
+        if before != now:
+            raise UnsupportedError(
+                f"the model is partitioned already, and this call differs in {what}: {before} before, "
+                f"{now} now. A parameter can be partitioned in one way only: give every torch.compile "
+                "and zero_compile.partition of one model the same options."
+            )
+
+
+def _ranks(group: Group) -> str:
+    """Which ranks share the model's state, as far as it matters: by number, however the group was made."""
+    if group.process_group is None or group.data_ranks == 1:
+        return "this rank alone"
+    shards, replicas = (
+        dist.get_process_group_ranks(g) if g is not None else []
+        for g in (group.process_group, group.replicas)
+    )
+    return f"sharded over {shards}" + (f", replicated over {replicas}" if replicas else "")
 
 
 def _policy(options: Options, stage: Stage) -> Policy:
@@ -197,12 +250,12 @@ def _others(session: Session, root: nn.Module, claimed: set[int]) -> Iterator[En
 
 
 def lay_out_rest(
-    entries: Sequence[Entry], world_size: int, *, bucket_bytes: int | None = None
+    entries: Sequence[Entry], world_size: int, *, policy: LayoutPolicy = _DEFAULT_LAYOUT
 ) -> Iterator[tuple[BucketPlan, list[Entry]]]:
     """Buckets for parameters that no graph has used, in the order of the model."""
     alive = [(number, e) for number, e in enumerate(entries) if e.parameter is not None]
     uses = [_use(number, entry) for number, entry in alive]
-    for group in group_uses(uses, bucket_bytes):
+    for group in group_uses(uses, policy):
         yield plan_bucket(group, world_size), [entries[use.number] for use in group]
 
 

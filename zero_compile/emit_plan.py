@@ -1,9 +1,11 @@
 """Read the plan off a scheduled graph."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch.fx import GraphModule, Node
 
+from zero_compile.fx_graph import bucket_number
+from zero_compile.planner.decide import GraphSchedule
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
 from zero_runtime.plan import (
@@ -20,6 +22,7 @@ from zero_runtime.plan import (
 )
 
 _DEFAULT = Policy()
+_ALONE = GraphSchedule()
 
 _KINDS = {
     ops.all_gather_start: (StepKind.ALL_GATHER_START, Channel.ALL_GATHER),
@@ -39,9 +42,10 @@ def emit_plan(
     policy: str,
     buckets: Sequence[BucketPlan],
     policy_of_state: Policy = _DEFAULT,
+    schedule: GraphSchedule = _ALONE,
 ) -> Plan:
     """The graph's steps in order, with the bytes each moves and what is held while it runs."""
-    ledger = _Ledger(buckets, policy_of_state)
+    ledger = _Ledger(buckets, policy_of_state, schedule.kept)
     steps: list[Step] = []
     for node in gm.graph.nodes:
         ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
@@ -50,14 +54,16 @@ def emit_plan(
             ledger.gradients += _nbytes(node)
         if node.target in _KINDS:
             steps.append(_step(len(steps), node, ledger))
-    return Plan(name, phase, world_size, policy, tuple(buckets), tuple(steps))
+    kept, early = tuple(sorted(schedule.kept)), tuple(e.bucket for e in schedule.early)
+    return Plan(name, phase, world_size, policy, tuple(buckets), tuple(steps), kept, early)
 
 
 class _Ledger:
     """Bytes held at one point of the graph."""
 
-    def __init__(self, buckets: Sequence[BucketPlan], policy: Policy) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], policy: Policy, kept: Set[int]) -> None:
         self.buckets = buckets
+        self._kept = kept
         self._policy = policy
         self.gathered = self.reducing = self.gradients = 0
         self.last_reader: dict[Node, Node] = {}
@@ -75,7 +81,7 @@ class _Ledger:
 
     def close(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
         """What is free once the step has run."""
-        if kind is StepKind.RELEASE:
+        if kind is StepKind.RELEASE and bucket_number(node) not in self._kept:
             self.gathered -= bucket.gathered_bytes(dtype_of(dtype))
         if kind is StepKind.REDUCE_SCATTER_START:
             free = {g for g in _gradients(node) if self.last_reader[g] is node}
@@ -88,14 +94,6 @@ class _Ledger:
         if self._policy.stage is Stage.OPTIMIZER:  # in place, unless in another dtype
             return 0 if dtype == bucket.dtype else bucket.padded * dtype_of(dtype).itemsize
         return bucket.reducing_bytes(dtype_of(dtype))
-
-
-def bucket_number(node: Node) -> int:
-    """Which bucket a node of the schedule works on."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    number = node.args[names.index("bucket")]
-    assert isinstance(number, int)
-    return number
 
 
 def _step(position: int, node: Node, ledger: _Ledger) -> Step:

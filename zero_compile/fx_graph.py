@@ -22,6 +22,14 @@ def parameter_number(node: Node) -> int:
     return number
 
 
+def bucket_number(node: Node) -> int:
+    """Which bucket a node of the schedule works on."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    number = node.args[names.index("bucket")]
+    assert isinstance(number, int)
+    return number
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """Each node's place in execution order."""
     return {node: place for place, node in enumerate(graph.nodes)}

@@ -17,6 +17,8 @@ from pydantic import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_compile.layout import LayoutPolicy
+from zero_compile.planner.budget import parse_bytes
 from zero_compile.precision import precision_section
 from zero_runtime.errors import OptionError
 
@@ -35,8 +37,38 @@ class Options(BaseModel):
     None: a sixteenth of what the graph gathers, at least 1 MiB and at most 16 MiB.
     """
 
-    schedule: Literal["one_ahead", "on_demand"] = "one_ahead"
-    """``one_ahead`` gathers the next bucket while one is used; ``on_demand`` saves that memory."""
+    schedule: Literal["planned", "one_ahead", "on_demand"] = "planned"
+    """``planned`` starts each gather as late as still hides it, within the memory limits, by the cost
+    model. ``one_ahead`` gathers the next bucket while one is used; ``on_demand`` saves that memory too.
+    """
+
+    device_memory: int | None = Field(default=None, gt=0)
+    """Bytes (or as in ``"24GiB"``) that one rank may use. What is left beside parameters, gradients and
+    optimizer state limits activations and gathered buckets, and keeps buckets for backward.
+    """
+
+    hardware: str | None = None
+    """A hardware profile for the cost model, by name or file; None: that of the parameters' device."""
+
+    stage3_max_live_parameters: int | None = Field(default=None, gt=0)
+    """The most elements of parameters gathered at once. DeepSpeed's name, as are the following."""
+
+    stage3_max_reuse_distance: int = Field(default=10**9, ge=0)
+    """A bucket is released, and gathered again, where more elements than these are gathered for other
+    buckets between two of its uses.
+    """
+
+    stage3_prefetch_bucket_size: int | None = Field(default=None, ge=0)
+    """The most elements gathered ahead of their use, the next bucket included."""
+
+    stage3_param_persistence_threshold: int = Field(default=0, ge=0)
+    """Parameters of at most so many elements get buckets of their own, kept from forward to backward."""
+
+    reduce_bucket_size: int | None = Field(default=None, gt=0)
+    """The most elements of a bucket, as far as parameters are not larger themselves."""
+
+    overlap_comm: bool = True
+    """Off: each transfer starts where it is needed, as with ``schedule="on_demand"``."""
 
     verify: bool = True
     """Check every graph after every stage; a failure is an error at compile time."""
@@ -68,7 +100,10 @@ class Options(BaseModel):
 
     leaf_modules: tuple[Any, ...] | list[Any] = ()
     """Modules gathered whole before their forward, so that ranks may take different ways inside: classes,
-    class names, or names within the model."""
+    class names, or names within the model. One alone need not stand in a list."""
+
+    record: bool = False
+    """Keep the real timeline of the last step: ``zero_compile.timelines(model)``."""
 
     inductor: dict[str, Any] = Field(default_factory=dict)
     """Inductor's own config options for the rest of the graph."""
@@ -80,10 +115,32 @@ class Options(BaseModel):
             precision_section(str(info.field_name), value) if isinstance(value, Mapping) else value
         )
 
+    @field_validator("device_memory", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
     @field_validator("reduce_dtype", mode="before")
     @classmethod
     def _dtype(cls, value: Any) -> Any:
         return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("leaf_modules", mode="before")
+    @classmethod
+    def _one_leaf(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | type) else value
+
+    @property
+    def layout(self) -> LayoutPolicy:
+        """How parameters share buckets."""
+        return LayoutPolicy(
+            self.bucket_bytes, self.reduce_bucket_size, self.stage3_param_persistence_threshold
+        )
+
+    @property
+    def policy(self) -> str:
+        """The schedule in force."""
+        return self.schedule if self.overlap_comm else "on_demand"
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bfp16": "bfloat16", "fp16": "float16"}
@@ -95,16 +152,27 @@ def parse(options: Mapping[str, Any] | None) -> Options:
     Raises:
         OptionError: an unknown name (the nearest valid one is named) or a value of the wrong kind.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options: expected a dict of names and values, got {options!r}")
     given = dict(options or {})
     for name in given:
         if name not in Options.model_fields and name not in ALIASES:
             raise OptionError(_unknown(name))
+    for name, ours in ALIASES.items():
+        if name in given and ours in given:
+            raise OptionError(f"options {ours!r} and {name!r} mean the same: give one of them")
     try:
         return _checked(Options(**given))
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise OptionError(f"option {name!r}: {first['msg']} (got {first['input']!r})") from None
+        raise OptionError(_complaint(error)) from None
+
+
+def _complaint(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":  # one of ours: it says what it got
+        return f"option {name!r}: {first['ctx']['error']}"
+    return f"option {name!r}: {first['msg']} (got {first['input']!r})"
 
 
 def _checked(options: Options) -> Options:
@@ -125,8 +193,10 @@ def _checked(options: Options) -> Options:
     return options
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: object) -> str:
     known = sorted(Options.model_fields)
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    if not isinstance(name, str):
+        return f"names of options are strings, got {name!r}. Valid options: {', '.join(known)}."
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown option {name!r}.{hint} Valid options: {', '.join(known)}."

@@ -5,7 +5,6 @@ from functools import partial
 
 from torch.fx import GraphModule
 
-from zero_compile.options import Options
 from zero_compile.passes.bucket_gathers import bucket_gathers
 from zero_compile.passes.bucket_reductions import bucket_reductions
 from zero_compile.passes.insert_gathers import insert_gathers
@@ -13,14 +12,17 @@ from zero_compile.passes.read_whole_parameters import read_whole_parameters
 from zero_compile.passes.regather_in_backward import regather_in_backward
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
+from zero_compile.passes.schedule_planned import schedule_planned
 from zero_compile.passes.sink_casts import sink_casts
+from zero_compile.passes.split_distant_uses import split_distant_uses
+from zero_compile.planner.decide import GraphSchedule
 from zero_compile.verify import verify_bucketed, verify_captured, verify_scheduled
 from zero_runtime.plan import BucketPlan, Stage
 
 Pass = Callable[[GraphModule], GraphModule]
 Check = Callable[[GraphModule], None]
 
-#: How far ahead each schedule gathers.
+#: How far ahead the schedules without a planner gather.
 DEPTHS = {"on_demand": 0, "one_ahead": 1}
 
 
@@ -37,20 +39,18 @@ def partition(stage: Stage = Stage.PARAMETERS) -> list[Pass | Check]:
     return [partial(regather_in_backward, derived_too=stage is Stage.PARAMETERS)]
 
 
-def lower(
+def bucket(
     buckets: Sequence[BucketPlan],
     places: Mapping[int, tuple[int, int]],
-    options: Options,
     stage: Stage = Stage.PARAMETERS,
+    reuse_distance: int = 10**9,
 ) -> list[Pass | Check]:
-    """Each forward, backward or inference graph, before Inductor."""
+    """Each forward, backward or inference graph: gathers and reductions become those of buckets."""
     if stage is not Stage.PARAMETERS:
         return [
             read_whole_parameters,
             partial(bucket_reductions, buckets=buckets, places=places, stage=stage),
             partial(verify_bucketed, buckets=buckets),
-            partial(schedule_ahead, depth=0),
-            verify_scheduled,
         ]
     bucket_of = {number: bucket for number, (bucket, _) in places.items()}
     return [
@@ -58,10 +58,23 @@ def lower(
         partial(bucket_gathers, buckets=buckets, places=places),
         partial(bucket_reductions, buckets=buckets, places=places),
         partial(verify_bucketed, buckets=buckets),
-        partial(schedule_ahead, depth=DEPTHS[options.schedule]),
-        release_after_last_reader,
-        verify_scheduled,
+        partial(split_distant_uses, buckets=buckets, distance=reuse_distance),
     ]
+
+
+def schedule(
+    policy: str, decided: GraphSchedule | None = None, stage: Stage = Stage.PARAMETERS
+) -> list[Pass | Check]:
+    """The same graphs, before Inductor: when each transfer starts, and what is released."""
+    order: Pass = (
+        partial(schedule_planned, schedule=decided)
+        if decided is not None
+        else partial(schedule_ahead, depth=DEPTHS[policy])
+    )
+    carried = decided.carried_out if decided is not None else frozenset()
+    if stage is not Stage.PARAMETERS:
+        return [order, verify_scheduled]
+    return [order, release_after_last_reader, partial(verify_scheduled, carried=carried)]
 
 
 def run(stages: Sequence[Pass | Check], gm: GraphModule, *, verify: bool = True) -> GraphModule:
@@ -72,6 +85,7 @@ def run(stages: Sequence[Pass | Check], gm: GraphModule, *, verify: bool = True)
                 stage(gm)
         else:
             gm = stage(gm) or gm
+    gm.recompile()
     return gm
 
 

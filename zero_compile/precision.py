@@ -34,7 +34,7 @@ def precision_section(name: str, section: Mapping[str, Any]) -> bool:
     """
     kind = _Fp16 if name == "fp16" else _Bf16
     try:
-        parsed = kind(**section)
+        parsed = kind.model_validate(dict(section))
     except ValidationError as error:
         raise ValueError(_complaint(name, kind, error)) from None
     if isinstance(parsed, _Fp16) and parsed.enabled:

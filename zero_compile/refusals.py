@@ -1,13 +1,19 @@
 """What cannot be right on partitioned parameters, refused before anything is partitioned."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from inspect import isfunction
+from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from zero_compile.options import Options
 from zero_runtime import compat
+from zero_runtime.bucket import sparse_advice
 from zero_runtime.errors import UnsupportedError
 
 
@@ -48,64 +54,109 @@ def refuse_parameter(name: str, parameter: nn.Parameter) -> None:
 def refuse_in_graph(gm: GraphModule, names: Mapping[Node, str]) -> None:
     """Raise for code in the graph that is wrong on gathered copies. ``names``: placeholders of parameters.
 
+    Dynamo ran the graph on tensors without data while it traced. Those say which values share memory
+    with a parameter, through whatever views, and their version counters say whether one was written
+    to, by whatever operation. Names of operations only tell which one it was, and find writes that the
+    counters miss: through ``.data`` and by ``torch._foreach_*_``. Writes to buffers and activations
+    share no memory with a parameter and pass.
+
     Raises:
         UnsupportedError: a parameter is written to, or an embedding asks for sparse gradients.
     """
+    memory = {compat.memory_of_traced(node): name for node, name in names.items()}
+    memory.pop(0, None)
+
+    def parameter(node: Node) -> str:
+        """Whose memory the node's value lies in; empty for other values."""
+        return names.get(node) or memory.get(compat.memory_of_traced(node), "")
+
+    for node in _nodes(gm):
+        for written in _written(node):
+            if parameter(written):
+                raise UnsupportedError(_lost_write(parameter(written), node))
+        for table in _sparse_tables(node):
+            if parameter(table):
+                raise UnsupportedError(sparse_advice(parameter(table)))
     for placeholder, name in names.items():
-        for alias in _aliases(placeholder):
-            for user in alias.users:
-                _refuse_write(user, alias, name)
-                _refuse_sparse(user, alias, name)
+        if compat.was_written(placeholder):
+            raise UnsupportedError(_lost_write(name, None))
 
 
-def _refuse_write(user: Node, alias: Node, name: str) -> None:
-    writes = user.args[:1] == (alias,) and _is_in_place(user)
-    if writes or user.kwargs.get("out") is alias:
-        raise UnsupportedError(
-            f"the compiled code writes to parameter {name} ({_target_name(user)}). A graph works on "
-            "gathered copies, so the write would be lost. Do it outside the compiled model, under "
-            "torch.no_grad(), or make the tensor a buffer."
-        )
+def _lost_write(name: str, by: Node | None) -> str:
+    return (
+        f"the compiled code writes to parameter {name} ({_target_name(by) if by else 'in place'}). A "
+        "graph works on gathered copies, so the write would be lost. Do it outside the compiled model, "
+        "under torch.no_grad(), or make the tensor a buffer."
+    )
 
 
-def _refuse_sparse(user: Node, alias: Node, name: str) -> None:
-    if user.target is torch.nn.functional.embedding and alias in user.args[1:2]:
-        sparse = user.kwargs.get("sparse", user.args[6] if len(user.args) > 6 else False)
-        if sparse:
-            raise UnsupportedError(
-                f"embedding {name} asks for sparse gradients, which cannot be partitioned by elements. "
-                "Set sparse=False: a partitioned dense gradient costs 1/ranks of its size."
-            )
+def _nodes(gm: GraphModule) -> Iterator[Node]:
+    """Every operation, those inside checkpointed regions and other nested graphs too."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from (n for n in module.graph.nodes if n.op in ("call_function", "call_method"))
 
 
-def _aliases(node: Node) -> Sequence[Node]:
-    """The node, and what views of it Dynamo's graph makes."""
-    views = [u for u in node.users if u.args[:1] == (node,) and _target_name(u) in _VIEWS]
-    return [node, *(alias for view in views for alias in _aliases(view))]
+def _written(node: Node) -> Iterator[Node]:
+    """Operands that the operation writes to, as far as its name and arguments tell."""
+    yield from _members(node.kwargs.get("out"))
+    if isinstance(node.target, OpOverload):
+        for number, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _members(_argument(node, number, argument.name))
+    elif _is_in_place(node):
+        yield from _members(_argument(node, 0, "input"))
+    elif _named(node, "max_norm") is not None:  # embeddings renormalise the rows they use
+        yield from _members(_argument(node, 1, "weight"))
 
 
-_VIEWS = {
-    "detach",
-    "view",
-    "reshape",
-    "t",
-    "transpose",
-    "permute",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "narrow",
-    "getitem",
-    "data",
-}
 _HARMLESS = {"requires_grad_", "retain_grad", "detach_"}
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_IN_PLACE = {"setitem", "setattr", "setattr_", *(f"i{name}" for name in _OPERATORS.split())}
 
 
 def _is_in_place(node: Node) -> bool:
     name = _target_name(node)
-    if name in _HARMLESS or name.endswith("__"):
-        return False
-    return name in ("setitem", "setattr") or name.endswith("_")
+    if name.startswith("__"):
+        return name.strip("_") in _IN_PLACE
+    in_place = name in _IN_PLACE or (name.endswith("_") and name not in _HARMLESS)
+    return in_place or bool(_named(node, "inplace"))
+
+
+def _sparse_tables(node: Node) -> Iterator[Node]:
+    """The weight of an embedding that asks for sparse gradients."""
+    name = _target_name(node).split(".")[0].removeprefix("_")
+    if name not in _SPARSE_AT:
+        return
+    functional = "sparse" in _signature(node.target)
+    sparse = _named(node, "sparse") if functional else _argument(node, _SPARSE_AT[name], "sparse")
+    if sparse:
+        yield from _members(_argument(node, 1 if functional else 0, "weight"))
+
+
+#: Where torch's own operators take ``sparse``; those of ``torch.nn.functional`` have a signature.
+_SPARSE_AT = {"embedding": 4, "embedding_bag": 5}
+
+
+def _argument(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _named(node: Node, name: str) -> Any:
+    """The argument of this name of a Python function; None where it takes none."""
+    names = _signature(node.target)
+    return _argument(node, names.index(name), name) if name in names else None
+
+
+@cache
+def _signature(function: object) -> tuple[str, ...]:
+    """Names of the parameters of a Python function, in order; nothing for others."""
+    return tuple(inspect.signature(function).parameters) if isfunction(function) else ()
+
+
+def _members(operand: Any) -> Iterator[Node]:
+    operands = operand if isinstance(operand, list | tuple) else (operand,)
+    yield from (x for x in operands if isinstance(x, Node))
 
 
 def _target_name(node: Node) -> str:

@@ -9,7 +9,9 @@ from torch import nn
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import ShardedGradient
 from zero_runtime.plan import Plan
+from zero_runtime.recorder import Recorder
 from zero_runtime.session import Session, session_of
+from zero_runtime.timeline import Timeline
 
 
 class MemoryReport(NamedTuple):
@@ -45,6 +47,23 @@ def sessions(model: nn.Module) -> list[Session]:
 def plans(model: nn.Module) -> list[Plan]:
     """The plans of the model's graphs, in the order in which they were compiled."""
     return [plan for session in sessions(model) for plan in session.plans]
+
+
+def timelines(model: nn.Module) -> list[Timeline]:
+    """What the model's last step did when, as recorded on this rank: one timeline a session.
+
+    ``python -m tools.dump_schedule --html page.html recorded.json predicted.json`` shows both.
+
+    Raises:
+        ZeroError: the model was not compiled with ``options={"record": True}``.
+    """
+    observers = [session.observer for session in sessions(model)]
+    found = [o.timeline("recorded") for o in observers if isinstance(o, Recorder)]
+    if not found:
+        raise ZeroError(
+            'nothing was recorded: compile the model with options={"record": True} and run a step'
+        )
+    return found
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:

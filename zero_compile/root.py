@@ -21,7 +21,7 @@ def find_root(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     wanted = {id(p) for p in parameters}
     owner = compiled = None
     for module in _modules_on_stack():
-        _refuse_wrapper(module)
+        refuse_wrapper(module)
         given = compat.compiled_module(module)
         compiled = compiled if given is None else given
         if any(id(p) in wanted for p in module.parameters()):
@@ -45,7 +45,12 @@ def _modules_on_stack() -> Iterator[nn.Module]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _refuse_wrapper(module: nn.Module) -> None:
+def refuse_wrapper(module: nn.Module) -> None:
+    """Raise for a module that does part of our work itself.
+
+    Raises:
+        UnsupportedError: it partitions or synchronises the parameters it holds.
+    """
     if isinstance(module, DistributedDataParallel):
         raise UnsupportedError(
             "the compiled model is wrapped in DistributedDataParallel, which would average gradients "

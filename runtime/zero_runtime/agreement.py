@@ -5,6 +5,8 @@ digest of what each is about to do. Equal neighbours all round make equal ranks.
 """
 
 import hashlib
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -27,8 +29,12 @@ Describe = Callable[[], list[str]]
 class Agreement(Protocol):
     """Compares what ranks are about to do."""
 
-    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+    def check(
+        self, digest: str, describe: Describe, *, new: bool, lasting: Describe | None = None
+    ) -> None:
         """Return if the neighbours are about to do the same; ``describe`` lists it step by step.
+
+        ``lasting`` lists those of the lines that are the same whenever a rank comes here; None: all.
 
         Raises:
             DivergenceError: they are not; names the first step that differs and the ranks.
@@ -38,7 +44,9 @@ class Agreement(Protocol):
 class NoAgreement:
     """One rank, or a process group that only pretends."""
 
-    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+    def check(
+        self, digest: str, describe: Describe, *, new: bool, lasting: Describe | None = None
+    ) -> None:
         """Always agreed."""
 
 
@@ -48,7 +56,9 @@ class MessageAgreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+    def check(
+        self, digest: str, describe: Describe, *, new: bool, lasting: Describe | None = None
+    ) -> None:
         ours = torch.tensor([int(digest, 16)], dtype=torch.int64)
         peers = _neighbours(self._group)
         theirs = {peer: torch.empty_like(ours) for peer in peers}
@@ -63,28 +73,112 @@ class MessageAgreement:
 
 
 class StoreAgreement:
-    """One note in the key-value store at the first run of each graph: for backends without cheap messages."""
+    """Notes in the key-value store at the first run of each graph: for backends without cheap messages.
+
+    A rank that reaches a new graph notes so under the graph's digest, and goes on once its neighbours
+    have noted the same. They may have done so long ago: notes stay, so a rank that alone compiles a
+    graph anew, for other shapes and to the same steps, passes at once, and several models on one group
+    never mistake each other's notes. Nobody passes a graph that a neighbour has not reached.
+
+    A rank that waits also notes where it stands. A neighbour that stands at another graph, one that
+    this rank has not reached, waits for this rank while this rank waits for it: neither could ever go
+    on. Both see it, and each tells the other what it was about to do. A rank that gives up, for this
+    reason or because nobody came in :data:`_FIRST_RUN`, changes its note to say so: who comes later
+    must not take it for agreement.
+
+    Limits. Only first runs are compared: ranks that part over graphs that all have reached before are
+    stopped by the backend's own timeout. So is a rank in the middle of a known graph whose neighbour
+    alone waits at a new one (the neighbour is told after :data:`_FIRST_RUN`), and one whose neighbours
+    agree while ranks further round the ring do not. Where a script goes on after an error, a neighbour
+    that failed meanwhile may cause one more. Notes last as long as the store: a group made anew in it
+    under the same name finds its members agreed on what they agreed on before.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._runs = 0
+        self._rank = group.rank()
 
-    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+    def check(
+        self, digest: str, describe: Describe, *, new: bool, lasting: Describe | None = None
+    ) -> None:
+        """As :meth:`Agreement.check`, of the lines that last, where ``new``."""
         if not new:
             return
-        self._runs += 1
-        store, rank = compat.default_store(), self._group.rank()
-        store.set(_key(self._group, rank, self._runs), digest)
-        for peer in _neighbours(self._group):
-            key = _key(self._group, peer, self._runs)
-            if not _arrives(store, key, _FIRST_RUN):
-                raise DivergenceError(
-                    f"rank {rank} has reached a new graph and rank {peer} has not, within "
-                    f"{_FIRST_RUN.seconds} s. {_ADVICE}\nrank {rank} is about to run: {describe()[0]}"
-                )
-            answer = store.get(key).decode()
-            if answer != digest:
-                _explain(self._group, digest, describe(), peer, answer)
+        outline = (lasting or describe)()
+        digest = digest_of(outline)
+        notes = _Notes(self._group)
+        notes.write(_REACHED, self._rank, digest)
+        notes.write(f"{next(_stands)} {digest}", self._rank, _STANDS)
+        deadline = time.monotonic() + _FIRST_RUN.total_seconds()
+        try:
+            for peer in _neighbours(self._group):
+                self._meet(notes, peer, outline, deadline)
+        except DivergenceError:
+            _tell(digest, outline)
+            notes.write(_GAVE_UP, self._rank, digest)
+            raise
+
+    def _meet(self, notes: "_Notes", peer: int, outline: list[str], deadline: float) -> None:
+        """Return once ``peer`` has reached the graph of this outline."""
+        digest, pause = digest_of(outline), 0.001
+        while notes.read(peer, digest) != _REACHED:
+            stands = self._stuck_at(notes, peer, digest)
+            if stands == digest:
+                self._refuse("has given up waiting for others there", peer, outline)
+            if stands:
+                _explain(self._group, digest, outline, peer, stands)
+            if time.monotonic() > deadline:
+                self._refuse(f"has not, within {_FIRST_RUN.seconds} s", peer, outline)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def _stuck_at(self, notes: "_Notes", peer: int, digest: str) -> str:
+        """The digest of the graph that ``peer`` cannot get past; empty where it still may.
+
+        Each stand is taken once, so that one of before an error is not taken for where the peer is now.
+        """
+        stand = notes.read(peer, _STANDS)
+        if not stand or stand == notes.read(self._rank, _TOLD, peer):
+            return ""
+        theirs = stand.split()[1]
+        gave_up = notes.read(peer, theirs) == _GAVE_UP
+        if not gave_up and (theirs == digest or notes.read(self._rank, theirs) == _REACHED):
+            return ""
+        notes.write(stand, self._rank, _TOLD, peer)
+        if gave_up:  # that we fail in turn is no news to it
+            notes.write(notes.read(self._rank, _STANDS), peer, _TOLD, self._rank)
+        return theirs
+
+    def _refuse(self, what: str, peer: int, outline: list[str]) -> NoReturn:
+        ours, theirs = _global(self._group, self._rank), _global(self._group, peer)
+        raise DivergenceError(
+            f"rank {ours} has reached a new graph and rank {theirs} {what}. {_ADVICE}\n"
+            f"rank {ours} is about to run: {outline[0]}"
+        )
+
+
+_REACHED, _GAVE_UP, _STANDS, _TOLD = "reached", "gave up", "stands at", "told of"
+#: Tells the stands of this process apart.
+_stands = itertools.count()
+
+
+class _Notes:
+    """What the members of a group leave in the store for each other, by rank and subject."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store: Any = compat.default_store()
+        self._group = group.group_name
+
+    def read(self, rank: int, *subject: object) -> str:
+        """The note; empty where there is none."""
+        key = self._key(rank, subject)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def write(self, note: str, rank: int, *subject: object) -> None:
+        self._store.set(self._key(rank, subject), note)
+
+    def _key(self, rank: int, subject: tuple[object, ...]) -> str:
+        return "/".join(map(str, ("zero3", self._group, rank, *subject)))
 
 
 def _explain(
@@ -95,12 +189,16 @@ def _explain(
     Notes are kept under the digest of what they say, so an old one is never a wrong one.
     """
     store = compat.default_store()
-    store.set(_note(ours), "\n".join(outline))
+    _tell(ours, outline)
     known = _arrives(store, _note(theirs), _EXPLANATION)
     other = (
         store.get(_note(theirs)).decode().split("\n") if known else ["something it did not tell"]
     )
     raise DivergenceError(_difference(dist.get_rank(), outline, _global(group, peer), other))
+
+
+def _tell(digest: str, outline: list[str]) -> None:
+    compat.default_store().set(_note(digest), "\n".join(outline))
 
 
 def _global(group: dist.ProcessGroup, rank: int) -> int:
@@ -118,14 +216,16 @@ class EveryAgreement:
     def __init__(self, agreements: Sequence[Agreement]) -> None:
         self._agreements = agreements
 
-    def check(self, digest: str, describe: Describe, *, new: bool) -> None:
+    def check(
+        self, digest: str, describe: Describe, *, new: bool, lasting: Describe | None = None
+    ) -> None:
         """Return if all agree.
 
         Raises:
             DivergenceError: as :meth:`Agreement.check`.
         """
         for agreement in self._agreements:
-            agreement.check(digest, describe, new=new)
+            agreement.check(digest, describe, new=new, lasting=lasting)
 
 
 def agreement_for(groups: Sequence[dist.ProcessGroup]) -> Agreement:
@@ -179,10 +279,6 @@ def _wait(work: dist.Work, describe: Describe) -> None:
 def _neighbours(group: dist.ProcessGroup) -> list[int]:
     rank, size = group.rank(), group.size()
     return sorted({(rank - 1) % size, (rank + 1) % size})
-
-
-def _key(group: dist.ProcessGroup, rank: int, what: object) -> str:
-    return f"zero3/{group.group_name}/{rank}/{what}"
 
 
 def _arrives(store: Any, key: str, limit: timedelta) -> bool:

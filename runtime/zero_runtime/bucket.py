@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from zero_runtime import native
-from zero_runtime.buffers import flat_buffer, in_memory_order
+from zero_runtime.buffers import flat_buffer, in_memory_order, lies_as
 from zero_runtime.collectives import Group, Transfer
+from zero_runtime.errors import UnsupportedError
 from zero_runtime.plan import BucketPlan, Policy, Slot, Stage, dtype_of
 
 
@@ -41,8 +42,8 @@ class Bucket:
         self.stage = policy.stage
         self.device = torch.device(plan.device)
         self.group = group
-        self._transport = group.transport(self.device)
         self.serial = next(self._serials)
+        self._transport = group.transport(self.device, self.serial)
         self.compared = False
         """Whether the ranks have compared the values they put in."""
         self._memory: torch.Tensor | None = None
@@ -173,6 +174,13 @@ class Bucket:
         stored = self.plan.torch_dtype
         return dtype_of(name) if name and stored.is_floating_point else stored
 
+    @property
+    def reducing_bytes(self) -> int:
+        """Memory that one reduction occupies until it is complete."""
+        if self.stage is Stage.OPTIMIZER:
+            return 0
+        return self.plan.reducing_bytes(self.reduce_dtype)
+
     def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
         """Add whole gradients to those that await the next :meth:`start_reduce`; nothing is sent."""
         packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
@@ -192,8 +200,32 @@ class Bucket:
     ) -> None:
         pairs = zip(slots, gradients, strict=True)
         ordered = sorted(pairs, key=lambda pair: (pair[0].offset, pair[0].numel))
-        sources = [in_memory_order(gradient, slot.stride) for slot, gradient in ordered]
-        native.pack(sources, [slot.offset for slot, _ in ordered], packed)
+        for slot, gradient in ordered:
+            refuse_sparse(slot.name, gradient)
+        flat = [(s, g) for s, g in ordered if lies_as(g, s.stride)]
+        sources = [in_memory_order(gradient, slot.stride) for slot, gradient in flat]
+        native.pack(sources, [slot.offset for slot, _ in flat], packed)
+        for slot, gradient in ordered:
+            if not lies_as(gradient, slot.stride):  # transposed, say: straight into its place
+                self.whole(slot, packed).copy_(gradient)
+
+
+def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    """Raise for a gradient that holds some rows only.
+
+    Raises:
+        UnsupportedError: the gradient of parameter ``name`` is not strided.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(sparse_advice(name))
+
+
+def sparse_advice(name: str) -> str:
+    """Why the embedding whose weight is ``name`` cannot have sparse gradients, and what to do."""
+    return (
+        f"embedding {name} asks for sparse gradients, which cannot be partitioned by elements. "
+        "Set sparse=False: a partitioned dense gradient costs 1/ranks of its size."
+    )
 
 
 def reduced_numel(plan: BucketPlan, stage: Stage) -> int:

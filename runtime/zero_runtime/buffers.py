@@ -12,13 +12,21 @@ def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return native.take(numel * dtype.itemsize).view(dtype)
 
 
+def lies_as(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether ``tensor`` lies in memory, without gaps, in the order of a tensor of ``stride``."""
+    return tensor.permute(_by_stride(stride)).is_contiguous()
+
+
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """``tensor`` flattened in the order in which a tensor of ``stride`` lies in memory.
 
     A view where ``tensor`` itself has that stride, else a copy.
     """
-    order = sorted(range(tensor.dim()), key=lambda d: -stride[d])
-    return tensor.permute(order).reshape(-1)
+    return tensor.permute(_by_stride(stride)).reshape(-1)
+
+
+def _by_stride(stride: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(stride)), key=lambda d: -stride[d])
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from zero_runtime import compat, native
 from zero_runtime.agreement import Agreement, NoAgreement, agreement_for
 from zero_runtime.errors import GroupError
 
-#: Point-to-point messages of ours carry this tag, so that a user's own never match them.
-_TAG = 0x5A33
+#: Point-to-point messages carry tags from here on, two a bucket, so that a message never meets a receive of
+#: the user's own, of another bucket, or of the other channel: ranks need not start them in one order.
+_TAGS = 0x5A000000
 
 
 class Transfer(Protocol):
@@ -77,13 +78,15 @@ class GlooTransport:
     """
 
     group: dist.ProcessGroup
+    bucket: int = 0
+    """The serial number of the bucket it moves."""
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
         parts = gathered.chunk(self.group.size())
         transfer = _PeerToPeer()
         for to, source in _ring(self.group):
-            transfer.works += self._receive(parts[source], source)
-            transfer.works += self._send(own, to)
+            transfer.works += self._receive(parts[source], source, self._tag(0))
+            transfer.works += self._send(own, to, self._tag(0))
         return transfer
 
     def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -91,17 +94,20 @@ class GlooTransport:
         outgoing, incoming = packed.chunk(self.group.size()), received.chunk(self.group.size())
         transfer = _PeerReduction(packed=packed, received=received, shard=shard)
         for to, source in _ring(self.group):
-            transfer.works += self._receive(incoming[source], source)
-            transfer.works += self._send(outgoing[to], to)
+            transfer.works += self._receive(incoming[source], source, self._tag(1))
+            transfer.works += self._send(outgoing[to], to, self._tag(1))
         incoming[self.group.rank()].copy_(outgoing[self.group.rank()])
         return transfer
 
-    def _send(self, tensor: torch.Tensor, rank: int) -> list[dist.Work]:
-        work = dist.isend(tensor, group=self.group, group_dst=rank, tag=_TAG)
+    def _tag(self, channel: int) -> int:
+        return _TAGS + 2 * self.bucket + channel
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> list[dist.Work]:
+        work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag)
         return [work] if work is not None else []
 
-    def _receive(self, tensor: torch.Tensor, rank: int) -> list[dist.Work]:
-        work = dist.irecv(tensor, group=self.group, group_src=rank, tag=_TAG)
+    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> list[dist.Work]:
+        work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
         return [work] if work is not None else []
 
 
@@ -200,12 +206,12 @@ class Group:
         """Ranks over which gradients are averaged, replicas included."""
         return self.world_size * (self.replicas.size() if self.replicas is not None else 1)
 
-    def transport(self, device: torch.device) -> Transport:
-        """What serves tensors of ``device`` best."""
+    def transport(self, device: torch.device, bucket: int = 0) -> Transport:
+        """What serves tensors of ``device`` best, for the bucket of this serial number."""
         if self.process_group is None or self.world_size == 1:
             return SoloTransport()
         if compat.backend_name(self.process_group, device) == "gloo":
-            return GlooTransport(self.process_group)
+            return GlooTransport(self.process_group, bucket)
         return NativeTransport(self.process_group)
 
     def reduction(

@@ -1,5 +1,6 @@
 """Every name of torch that is private, or that differs between the versions supported (2.11 to 2.14)."""
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import (
@@ -132,10 +134,52 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
 
 
+@contextlib.contextmanager
+def backend_errors() -> Iterator[None]:
+    """What a backend raises, without the wrapping that Dynamo gives it."""
+    try:
+        yield
+    except BackendCompilerFailed as failure:
+        raise failure.inner_exception from None
+
+
+def forget_compiled() -> None:
+    """Have Dynamo compile everything anew."""
+    torch._dynamo.reset()
+
+
+#: Has Inductor execute kernels in the order that was planned, instead of one that it thinks saves memory:
+#: it knows nothing of the buffers that transfers hold meanwhile.
+PLANNED_ORDER = {"reorder_for_peak_memory": False}
+
+
+def fake_tensors() -> Any:
+    """Inside it, tensors have shapes and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def boxed(function: F) -> F:
+    """Marks a function as one that takes its arguments in a list, which it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
 def source_of(placeholder: torch.fx.Node) -> Any:
     """Where Dynamo found an input of its graph; None for graphs that Dynamo did not make."""
     argument = placeholder.meta.get("grapharg")
     return getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
+
+
+def memory_of_traced(node: torch.fx.Node) -> int:
+    """What tells one piece of memory from another, of a node's value as Dynamo traced it; 0 for none."""
+    value = node.meta.get("example_value")
+    return storage_of(value) if isinstance(value, torch.Tensor) else 0
+
+
+def was_written(placeholder: torch.fx.Node) -> bool:
+    """Whether Dynamo's graph writes to this input: its stand-in began at version 0."""
+    value = placeholder.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value.is_inference() and value._version > 0
 
 
 def guard_identity(placeholder: torch.fx.Node) -> None:

@@ -11,7 +11,7 @@ from zero_runtime.bucket import Bucket, Flight
 from zero_runtime.collectives import Done
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place
-from zero_runtime.plan import Plan, StepKind
+from zero_runtime.plan import Phase, Plan, StepKind
 from zero_runtime.session import Session
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
@@ -57,9 +57,11 @@ class Executor:
         self._expected = [(s.kind, s.bucket) for s in plan.steps if s.kind not in _WAITS]
         self._cursor = 0
         self._flights: dict[tuple[StepKind, int], Flight] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         self._gathered = 0
-        self._outline = [*plan.outline(), f"buckets {[b.serial for b in self._buckets]}"]
+        self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
         self._digest = digest_of(self._outline)
+        self._opening = [(self._buckets[b], dtype) for b, dtype in plan.opening()]
         self._new = True
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -68,10 +70,14 @@ class Executor:
         self.session.lent.settle()
         self._agree()
         self._cursor, self._gathered = 0, 0
+        if self.plan.phase is Phase.FORWARD:
+            self.session.opening = self._opening
         token = _current.set(self)
+        self.session.observer.begin(self.plan)
         try:
             outputs = self._compiled(args)
             self._finish()
+            self.session.observer.end()
         finally:
             _current.reset(token)
             self._abandon()
@@ -80,36 +86,54 @@ class Executor:
     def _agree(self) -> None:
         """Ranks compare what they run, and at a bucket's first use the values they have partitioned.
 
-        Not at a graph's first run: one rank alone may have compiled it anew, for other shapes.
+        Two comparisons: a rank that alone compiles a graph anew, for other shapes, has no values left
+        to compare, and must find the graph as the others knew it.
         """
         outline, digest = self._outline, self._digest
+        agreement = self.session.group.agreement
+        state = self.session.state(self._buckets)
+        if state:
+            outline = [*outline, *state]
+            digest = digest_of(outline)
+        agreement.check(digest, lambda: outline, new=self._new, lasting=lambda: self._outline)
+        self._new = False
         fresh = [bucket for bucket in self._buckets if not bucket.compared]
         if fresh:
-            outline = [*outline, *self.session.initial_values(fresh)]
-            digest = digest_of(outline)
+            values = self.session.initial_values(fresh)
+            agreement.check(digest_of(values), lambda: values, new=True)
         for bucket in fresh:
             bucket.compared = True
-        self.session.group.agreement.check(digest, lambda: outline, new=self._new)
-        self._new = False
 
     # -------------------------------------------------------------- the steps
 
     def start_gather(self, bucket: int, dtype: torch.dtype) -> None:
         """Start filling a buffer with the bucket, in ``dtype``."""
         self._advance(StepKind.ALL_GATHER_START, bucket)
-        step = (StepKind.ALL_GATHER_START, bucket)
-        self._flights[step] = self._buckets[bucket].start_gather(dtype)
-        self._gathered += self._buckets[bucket].plan.gathered_bytes(dtype)
+        carried = self.session.carried.take(self._buckets[bucket], dtype)
+        flight = carried or self._buckets[bucket].start_gather(dtype)
+        self._flights[StepKind.ALL_GATHER_START, bucket] = flight
+        self._dtypes[bucket] = dtype
+        held = self._buckets[bucket].plan.gathered_bytes(dtype)
+        self.session.observer.started(StepKind.ALL_GATHER_START, bucket, held)
+        self._gathered += held
         self.session.gathered_peak = max(self.session.gathered_peak, self._gathered)
 
     def finish_gather(self, bucket: int) -> torch.Tensor:
         """The gathered bucket, flat, once it has arrived."""
-        return self._land(StepKind.ALL_GATHER_WAIT, bucket)
+        gathered = self._land(StepKind.ALL_GATHER_WAIT, bucket)
+        if bucket in self.plan.kept:
+            self._carry(bucket, Flight(gathered, Done()))
+        return gathered
+
+    def _carry(self, bucket: int, flight: Flight) -> None:
+        self.session.carried.put(self._buckets[bucket], self._dtypes[bucket], flight)
 
     def release(self, bucket: int, dtype: torch.dtype) -> None:
         """Count the bucket's buffer as free; its memory returns when the graph drops it, which is next."""
         self._advance(StepKind.RELEASE, bucket)
-        self._gathered -= self._buckets[bucket].plan.gathered_bytes(dtype)
+        if bucket not in self.plan.kept:
+            self._gathered -= self._buckets[bucket].plan.gathered_bytes(dtype)
+            self.session.observer.released(bucket)
 
     def start_reduce(
         self, bucket: int, slots: Sequence[int], gradients: Sequence[torch.Tensor]
@@ -122,9 +146,9 @@ class Executor:
             flight = Flight(self._buckets[bucket].empty_shard(), Done())
             self._flights[StepKind.REDUCE_SCATTER_START, bucket] = flight
             return
-        self._flights[StepKind.REDUCE_SCATTER_START, bucket] = self._buckets[bucket].start_reduce(
-            places, gradients
-        )
+        step = (StepKind.REDUCE_SCATTER_START, bucket)
+        self._flights[step] = self._buckets[bucket].start_reduce(places, gradients)
+        self.session.observer.started(*step, self._buckets[bucket].reducing_bytes)
 
     def finish_reduce(self, bucket: int) -> torch.Tensor:
         """This rank's part of the averaged bucket, flat, once it is complete."""
@@ -133,6 +157,8 @@ class Executor:
     # -------------------------------------------------------------- order
 
     def _advance(self, kind: StepKind, bucket: int) -> None:
+        if (kind, bucket) in self._flights:
+            raise PlanError(f"{self.plan.name}: {_say((kind, bucket))} ran while it is under way")
         planned = self._expected[self._cursor] if self._cursor < len(self._expected) else None
         if planned != (kind, bucket):
             raise PlanError(
@@ -146,9 +172,16 @@ class Executor:
         flight = self._flights.pop((_WAITS[kind], bucket), None)
         if flight is None:
             raise PlanError(f"{self.plan.name}: {_say((kind, bucket))} ran before its start")
-        return flight.land()
+        self.session.observer.waits()
+        landed = flight.land()
+        self.session.observer.arrived(_WAITS[kind], bucket)
+        return landed
 
     def _finish(self) -> None:
+        for bucket in self.plan.early:
+            flight = self._flights.pop((StepKind.ALL_GATHER_START, bucket), None)
+            if flight is not None:
+                self._carry(bucket, flight)
         if self._flights:
             late = ", ".join(_say(step) for step in self._flights)
             raise PlanError(f"{self.plan.name}: {late} was never waited for")
@@ -180,6 +213,11 @@ _WAITS = {
     StepKind.ALL_GATHER_WAIT: StepKind.ALL_GATHER_START,
     StepKind.REDUCE_SCATTER_WAIT: StepKind.REDUCE_SCATTER_START,
 }
+
+
+def _name(bucket: Bucket) -> str:
+    first, last = bucket.plan.slots[0].name, bucket.plan.slots[-1].name
+    return f"bucket {bucket.serial} ({first if first == last else f'{first} to {last}'})"
 
 
 def _say(step: tuple[StepKind, int] | None) -> str:

@@ -143,7 +143,11 @@ class PendingNorm(torch.Tensor):
 
 
 def _alike(norms: Sequence[Any]) -> bool:
-    return all(isinstance(n, PendingNorm) and n.order == norms[0].order for n in norms)
+    """Whether all can be completed at once: norms of one kind over the same ranks."""
+    return all(
+        isinstance(n, PendingNorm) and (n.order, n.group) == (norms[0].order, norms[0].group)
+        for n in norms
+    )
 
 
 def _same_order(args: Sequence[Any]) -> bool:
@@ -163,16 +167,37 @@ def _changes(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same operation on this rank's elements; whole tensors among the operands are cut to them."""
+    written = _written(func, args, kwargs)
+    _refuse_plain_targets(func, written)
     place = _place_of(func, [args, kwargs])
     cut = lambda x: _cut(func, x, place)  # noqa: E731
     result = func(*pytree.tree_map(cut, args), **pytree.tree_map(cut, kwargs))
-    if _is_in_place(func):
-        return args[0]
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
     shown = {x.presented for x in _leaves([args, kwargs]) if isinstance(x, ShardedGradient)} - {
         None
     }
     wrap = lambda x: _wrapped(x, place, shown)  # noqa: E731
     return pytree.tree_map(wrap, result)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the operation writes to, in place or as ``out``."""
+    written = [
+        args[number] if number < len(args) else kwargs.get(argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [x for x in _leaves(written) if isinstance(x, torch.Tensor)]
+
+
+def _refuse_plain_targets(func: Any, written: Sequence[torch.Tensor]) -> None:
+    """A whole tensor would get the elements of one rank, and keep its own elsewhere."""
+    if not all(isinstance(x, ShardedGradient) for x in written):
+        raise UnsupportedError(
+            f"{func} writes a partitioned gradient into a plain tensor, which would get this rank's "
+            "elements only. Call .full_tensor() on the gradient first, on every rank."
+        )
 
 
 def _wrapped(result: Any, place: Place, shown: set[torch.dtype | None]) -> Any:
@@ -185,20 +210,38 @@ def _wrapped(result: Any, place: Place, shown: set[torch.dtype | None]) -> Any:
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A ``_foreach_*`` operation: elementwise over lists, each member with its own place."""
-    gradients = next(a for a in args if isinstance(a, list | tuple))
-    if not all(isinstance(g, ShardedGradient) for g in gradients):
-        raise UnsupportedError(
-            f"{func} mixes partitioned gradients with plain tensors in one list."
-        )
-    locals_ = pytree.tree_map(
-        lambda x: x.local if isinstance(x, ShardedGradient) else x, (args, kwargs)
-    )
-    result = func(*locals_[0], **locals_[1])
-    if result is None or _is_in_place(func):
+    gradients = next(a for a in args if _is_list(a))
+    _refuse_mixed(func, gradients)
+    written = _written(func, args, kwargs)
+    _refuse_plain_targets(func, written)
+    lists = [a for a in (*args, *kwargs.values()) if _is_list(a)]
+    places = [_place_of(func, members) for members in zip(*lists, strict=True)]
+
+    def cut(operand: Any) -> Any:
+        if isinstance(operand, ShardedGradient):  # one for all members of the lists
+            raise UnsupportedError(_explain(func))
+        if _is_list(operand):
+            return [_cut(func, x, place) for x, place in zip(operand, places, strict=True)]
+        return operand
+
+    result = func(*map(cut, args), **{name: cut(operand) for name, operand in kwargs.items()})
+    if result is None or written:
         return None
     return [
         _wrapped(r, g.place, {g.presented} - {None}) for r, g in zip(result, gradients, strict=True)
     ]
+
+
+def _is_list(operand: Any) -> bool:
+    return isinstance(operand, list | tuple)
+
+
+def _refuse_mixed(func: Any, gradients: Sequence[Any]) -> None:
+    if not all(isinstance(g, ShardedGradient) for g in gradients):
+        raise UnsupportedError(
+            f"{func} mixes partitioned gradients with plain tensors in one list. Work on each kind by "
+            "itself, or call .full_tensor() on the partitioned ones, on every rank."
+        )
 
 
 def _place_of(func: Any, operands: Any) -> Place:
@@ -229,11 +272,6 @@ def _leaves(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def _is_in_place(func: Any) -> bool:
-    first = func._schema.arguments[0].alias_info
-    return first is not None and first.is_write
-
-
 # ------------------------------------------------------------------------------ reductions
 
 
@@ -253,6 +291,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    _refuse_mixed(func, args[0])
     order = float(args[1]) if len(args) > 1 else 2.0
     return [_vector_norm(aten.linalg_vector_norm.default, (g, order), kwargs) for g in args[0]]
 
@@ -321,10 +360,12 @@ def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
 def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: what one rank finds infinite, all must skip."""
     gradients, found, scale = args
+    _refuse_mixed(func, gradients)
     for gradient in gradients:  # what a division by the scale would round to zero in float16
         gradient.local = gradient.local.to(gradient.dtype)
     func([g.local for g in gradients], found, scale)
-    gradients[0].place.group.max(found)
+    for group in dict.fromkeys(g.place.group for g in gradients):
+        group.max(found)
 
 
 def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
@@ -385,12 +426,20 @@ _ELEMENTWISE = {
 }
 
 
+#: Of the operations on lists those that do not work element by element.
+_REDUCING = {
+    "aten::_foreach_norm",
+    "aten::_foreach_max",
+    "aten::_foreach_powsum",
+    "aten::_foreach_mm",
+}
+
+
 def _handler_by_kind(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
     if func in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
         return _elementwise
-    if func._schema.name.startswith("aten::_foreach_"):
-        return _foreach
-    return None
+    name = func._schema.name
+    return _foreach if name.startswith("aten::_foreach_") and name not in _REDUCING else None
 
 
 def _explain(func: Any) -> str:

@@ -5,6 +5,7 @@ a rank: every rank of a group holds the same plan.
 """
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -51,6 +52,10 @@ class Channel(StrEnum):
     COMPUTE = "compute"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
 
 
 class StepKind(StrEnum):
@@ -183,6 +188,10 @@ class Plan:
     policy: str
     buckets: tuple[BucketPlan, ...]
     steps: tuple[Step, ...]
+    kept: tuple[int, ...] = ()
+    """Buckets whose gathered memory stays for the graph that follows."""
+    early: tuple[int, ...] = ()
+    """Buckets whose gather starts here, for the graph that follows."""
 
     @property
     def peak_gathered_bytes(self) -> int:
@@ -199,11 +208,20 @@ class Plan:
         """The most bytes held at once: gathered, under reduction, and gradients."""
         return max((step.held_bytes for step in self.steps), default=0)
 
+    def opening(self) -> list[tuple[int, torch.dtype]]:
+        """Gathers (bucket, dtype) that start before anything is waited for: they may start before the graph."""
+        first = itertools.takewhile(lambda s: s.kind is StepKind.ALL_GATHER_START, self.steps)
+        return [(step.bucket, dtype_of(step.dtype)) for step in first]
+
     def outline(self) -> list[str]:
-        """The collectives in order, a line each: equal on ranks that may run together."""
+        """The collectives of each channel in order, a line each: equal on ranks that may run together.
+
+        How those of one channel mix with those of the other is left out: it may follow from sizes of
+        activations, which may differ between ranks.
+        """
         lines = [f"a {self.phase} graph"]
-        for step in self.steps:
-            if step.channel is not Channel.COMPUTE:
+        for step in sorted(self.steps, key=lambda step: step.channel):
+            if step.channel is not Channel.COMPUTE and step.kind.endswith("_start"):
                 slots = self.buckets[step.bucket].slots
                 names = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}"
                 what = f"bucket {step.bucket} ({names}), {step.bytes} bytes of {step.dtype}"

@@ -9,7 +9,8 @@ from torch import nn
 
 from zero_runtime import compat
 from zero_runtime.agreement import digest_of
-from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.bucket import Bucket, Flight, refuse_sparse
+from zero_runtime.carried import Carried
 from zero_runtime.collectives import Group
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.gradient import Place, ShardedGradient
@@ -17,6 +18,7 @@ from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
+from zero_runtime.recorder import Observer, Recorder, Silent
 
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
@@ -47,6 +49,13 @@ class Session:
         """Whether backward reduces gradients; off inside ``no_sync``."""
         self.leaves: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
         """Modules that are gathered as a whole, and what does it."""
+        self.observer: Observer = Silent()
+        """Told of every step of every graph."""
+        self.carried = Carried()
+        """Buckets gathered, or on their way, between two graphs."""
+        self.opening: Sequence[tuple[Bucket, torch.dtype]] = ()
+        """The first gathers of the forward that ran last."""
+        self._steps = 0
         self.lent = Lent(self._store)
         """Copies handed to eager code, which may write to them."""
         self._rescued: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -71,6 +80,11 @@ class Session:
         """
         found: Entry = self._by_parameter[parameter]
         return found
+
+    def record(self) -> None:
+        """Keep the timeline of the last step from now on. Idempotent."""
+        if not isinstance(self.observer, Recorder):
+            self.observer = Recorder(self.group.world_size)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is of this session."""
@@ -133,6 +147,7 @@ class Session:
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
         self.finish_refresh()
+        self.carried.drop()
         self._stepping = True
         for parameter in parameters:
             self.entry(parameter).begin_step()
@@ -146,11 +161,28 @@ class Session:
         self._stepping = False
 
     def start_refresh(self) -> None:
-        """After a step: round master weights; at stages 1 and 2 gather what each rank has updated."""
+        """After a step: round master weights, and start the gathers that come first now.
+
+        At stages 1 and 2 those of all that was updated, at stage 3 those that open the next forward.
+        """
+        self._steps += 1
         for bucket in self.buckets:
             bucket.take_over_step()
-        if self.stage is not Stage.PARAMETERS:
+        if self.stage is Stage.PARAMETERS:
+            self._open_next_forward()
+        else:
             self._refreshing = [bucket.start_refresh() for bucket in self.buckets]
+
+    def _open_next_forward(self) -> None:
+        for bucket, dtype in self.opening:
+            if (bucket, dtype) not in self.carried:
+                self.carried.put(bucket, dtype, bucket.start_gather(dtype))
+
+    def state(self, buckets: Sequence[Bucket]) -> list[str]:
+        """What ranks must have in common beside the plan, a line each: steps done, buckets at hand."""
+        lines = [f"after {self._steps} optimizer steps"] if self._steps else []
+        held = [f"{b.serial} in {dtype}" for b, dtype in self.carried if b in buckets]
+        return [*lines, f"with buckets {', '.join(held)} at hand"] if held else lines
 
     def finish_refresh(self) -> None:
         """Before parameters are read again."""
@@ -182,13 +214,18 @@ class Session:
     @torch.no_grad()
     def _store(self, entry: Entry, whole: torch.Tensor) -> None:
         bucket, slot = entry.place
+        self.carried.drop()
         bucket.store(slot, whole)
 
     def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
         """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective.
 
         None where reductions are put off: the gradient waits in its bucket.
+
+        Raises:
+            UnsupportedError: the gradient is sparse.
         """
+        refuse_sparse(entry.name, gradient)
         if not entry.placed or self.stage is Stage.OPTIMIZER:
             self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             return self.group.average(gradient.clone())

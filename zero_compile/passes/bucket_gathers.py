@@ -24,10 +24,11 @@ def bucket_gathers(
     by_bucket: dict[int, list[Node]] = {}
     for gather in calls(gm.graph, ops.gather):
         by_bucket.setdefault(places[parameter_number(gather)][0], []).append(gather)
+    order = positions(gm.graph)  # of the nodes there are now, which stay in this order
     for bucket, gathers in by_bucket.items():
-        _gather_bucket(gm.graph, bucket, buckets[bucket], gathers, places)
+        with gm.graph.inserting_before(_first_use(gathers, order)):
+            _gather_bucket(gm.graph, bucket, buckets[bucket], gathers, places)
     gm.graph.lint()
-    gm.recompile()
     return gm
 
 
@@ -39,26 +40,22 @@ def _gather_bucket(
     places: Mapping[int, tuple[int, int]],
 ) -> None:
     channel = channel_of(graph)
-    first = _first_use(graph, gathers)
-    dtype = gathers[0].meta["val"].dtype
-    with graph.inserting_before(first):
-        ticket = insert_call(graph, ops.all_gather_start, channel, number, dtype)
-        device = torch.device(bucket.device)
-        full = insert_call(
-            graph, ops.all_gather_wait, ticket, channel, number, bucket.padded, dtype, device
+    dtype, device = gathers[0].meta["val"].dtype, torch.device(bucket.device)
+    ticket = insert_call(graph, ops.all_gather_start, channel, number, dtype)
+    full = insert_call(
+        graph, ops.all_gather_wait, ticket, channel, number, bucket.padded, dtype, device
+    )
+    for gather in gathers:
+        slot = bucket.slots[places[parameter_number(gather)][1]]
+        view = insert_call(
+            graph, torch.ops.aten.as_strided.default, full, slot.shape, slot.stride, slot.offset
         )
-        for gather in gathers:
-            slot = bucket.slots[places[parameter_number(gather)][1]]
-            view = insert_call(
-                graph, torch.ops.aten.as_strided.default, full, slot.shape, slot.stride, slot.offset
-            )
-            gather.replace_all_uses_with(view)
-            graph.erase_node(gather)
+        gather.replace_all_uses_with(view)
+        graph.erase_node(gather)
     keep_what_escapes(graph, full)
 
 
-def _first_use(graph: Graph, gathers: Sequence[Node]) -> Node:
+def _first_use(gathers: Sequence[Node], order: Mapping[Node, int]) -> Node:
     """Before the first use; a gather whose value nobody reads stays where it is."""
-    order = positions(graph)
     users = [user for gather in gathers for user in gather.users]
     return min(users or gathers, key=order.__getitem__)

@@ -28,10 +28,12 @@ def bucket_reductions(
     by_bucket: dict[int, list[Node]] = {}
     for reduce in calls(gm.graph, ops.reduce):
         by_bucket.setdefault(places[parameter_number(reduce)][0], []).append(reduce)
+    if by_bucket:
+        channel_of(gm.graph)  # before positions are taken
+    order = positions(gm.graph)
     for bucket, reduces in by_bucket.items():
-        _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places, stage)
+        _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places, stage, order)
     gm.graph.lint()
-    gm.recompile()
     return gm
 
 
@@ -42,8 +44,9 @@ def _reduce_bucket(
     reduces: Sequence[Node],
     places: Mapping[int, tuple[int, int]],
     stage: Stage,
+    order: Mapping[Node, int],
 ) -> None:
-    channel, order = channel_of(graph), positions(graph)
+    channel = channel_of(graph)
     gradients = [reduce.all_input_nodes[0] for reduce in reduces]
     # Autograd puts the reductions themselves last; a gradient may be an input, before the channel.
     last = max([channel, *gradients], key=order.__getitem__)

@@ -19,7 +19,6 @@ def insert_gathers(gm: GraphModule, *, parameters: Mapping[int, int]) -> GraphMo
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     for position, number in reversed(list(parameters.items())):
         _gather(gm, placeholders[position], placeholders[-1], number)
-    gm.recompile()
     return gm
 
 

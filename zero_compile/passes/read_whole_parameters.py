@@ -18,5 +18,4 @@ def read_whole_parameters(gm: GraphModule) -> GraphModule:
         gather.replace_all_uses_with(parameter)
         gm.graph.erase_node(gather)
     gm.graph.lint()
-    gm.recompile()
     return gm

@@ -15,7 +15,6 @@ def release_after_last_reader(gm: GraphModule) -> GraphModule:
         last = max([wait, *(touches[r] for r in readers(wait))], key=order.__getitem__)
         _release(graph, wait, output_node(graph) if last.op == "output" else last)
     graph.lint()
-    gm.recompile()
     return gm
 
 

@@ -20,5 +20,4 @@ def schedule_ahead(gm: GraphModule, *, depth: int) -> GraphModule:
     reductions = calls(gm.graph, ops.reduce_scatter_start)
     for reduction, end in zip(reductions, [*reductions[1:], output_node(gm.graph)], strict=False):
         end.prepend(next(iter(reduction.users)))
-    gm.recompile()
     return gm

@@ -25,7 +25,6 @@ def sink_casts(gm: GraphModule, *, bucket_of: Mapping[int, int]) -> GraphModule:
         _narrow_gathers(gathers)
     for reduce in calls(gm.graph, ops.reduce):
         _narrow_gradient(reduce)
-    gm.recompile()
     return gm
 
 

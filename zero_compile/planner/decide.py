@@ -1,0 +1,371 @@
+"""When each transfer of a graph, or of a whole step, happens: the schedule as names of graph nodes.
+
+Forward and backward are one problem: their units follow each other, so a gather for backward may
+start in forward, and a bucket may be kept from one to the other where memory allows.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from zero_compile.planner.evaluate import peak_bytes
+from zero_compile.planner.pose import Posed
+from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.planner.solve import solve
+
+_NONE: Mapping[int, int] = {}
+
+
+@dataclass(frozen=True)
+class Early:
+    """A gather whose bucket the next graph uses: started here, before node ``before``."""
+
+    bucket: int
+    dtype: str
+    before: str | None
+
+
+@dataclass(frozen=True)
+class GraphSchedule:
+    """One graph's decisions. Nodes are named: "" is the beginning of the graph, None its end.
+
+    Gathers and reductions go by their number in the graph. ``starts``: gather to the node it starts
+    before. ``waits``: reduction to the node it is waited for before. ``carried_in``: gathers whose
+    bucket arrives gathered, or on its way. ``kept``: buckets whose gathered memory outlives the graph.
+    ``early``: gathers for the next graph.
+    """
+
+    starts: Mapping[int, str | None] = field(default_factory=dict)
+    waits: Mapping[int, str | None] = field(default_factory=dict)
+    carried_in: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    early: tuple[Early, ...] = ()
+
+    @property
+    def carried_out(self) -> frozenset[int]:
+        """Buckets that the next graph finds gathered, or on their way."""
+        return self.kept | {e.bucket for e in self.early}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes. ``total`` holds for activations, gradients and buckets; ``gathered`` for buckets alone."""
+
+    total: int | None = None
+    gathered: int | None = None
+    ahead: int | None = None
+    """The most bytes gathered, or on their way, that nothing has used yet, beside the next bucket."""
+    keep: bool = False
+    """Whether memory that is left may keep buckets from forward to backward."""
+    persistent: frozenset[int] = frozenset()
+    """Buckets kept from forward to backward before all others, as far as a limit that is given allows."""
+
+    @property
+    def unset(self) -> bool:
+        """Whether nothing is said of memory."""
+        return self.total is None and self.gathered is None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One problem of two graphs. ``owners[i]`` are the gathers, in forward's and backward's own
+    numbers, that the problem's gather ``i`` serves.
+    """
+
+    problem: Problem
+    owners: tuple[tuple[int | None, int | None], ...]
+
+
+def plan_graph(posed: Posed, limits: Limits) -> GraphSchedule:
+    """The schedule of a graph that runs alone.
+
+    Raises:
+        PlanError: a bucket does not fit within the limits.
+    """
+    caps = _caps(posed, limits)
+    bound = within(_ahead(posed.problem(None), limits), caps, limits.total)
+    solved = solve(_one_reduction_under_way(bound) if limits.unset else bound)
+    starts = {i: _anchor(posed, start) for i, start in enumerate(solved.gather_starts)}
+    return GraphSchedule(starts, {k: _anchor(posed, w) for k, w in enumerate(solved.reduce_waits)})
+
+
+def plan_step(
+    forward: Posed, backward: Posed, limits: Limits
+) -> tuple[GraphSchedule, GraphSchedule]:
+    """The schedules of forward and of the backward that follows it.
+
+    Raises:
+        PlanError: a bucket does not fit within the limits.
+    """
+    joined = join(forward, backward, limits)
+    solved = solve(joined.problem)
+    seamless = _seamless(forward, backward, joined, solved)
+    if seamless:
+        joined = join(forward, backward, limits, seamless)
+        solved = solve(joined.problem)
+    return split(forward, backward, joined, solved)
+
+
+def _seamless(forward: Posed, backward: Posed, joined: Joined, solved: Schedule) -> dict[int, int]:
+    """Buckets that would be gathered again the moment they are released: to keep them costs nothing."""
+    mates = {j: i for i, j in _mates(forward, backward).items()}
+    found = {}
+    for (_, j), start in zip(joined.owners, solved.gather_starts, strict=True):
+        i = mates.get(j) if j is not None else None
+        if i is not None and j is not None and start == forward.gathers[i].last + 1:
+            found[i] = j
+    return found
+
+
+def join(
+    forward: Posed, backward: Posed, limits: Limits, seamless: Mapping[int, int] = _NONE
+) -> Joined:
+    """Forward and backward as one problem, with the buckets kept between them merged.
+
+    ``seamless`` are further gathers to keep: forward's number to backward's.
+    """
+    shift = len(forward.compute)
+    caps = [*_caps(forward, limits), *_caps(backward, limits)]
+    if limits.unset:
+        # What is kept in any case comes on top of what may be gathered ahead.
+        always = _persistent(forward, _mates(forward, backward), limits)
+        extra = sum(forward.gathers[i].bytes for i in always)
+        caps = [None if cap is None else cap + extra for cap in caps]
+    bound = within(_concatenated(forward, backward), caps, limits.total)
+    if limits.unset:
+        bound = _one_reduction_under_way(bound)
+    kept = {**seamless, **_kept(forward, backward, bound, limits)}
+    released = {gather.bucket: gather.last + 1 for gather in forward.gathers}
+    gathers: list[Gather] = []
+    owners: list[tuple[int | None, int | None]] = []
+    for i, gather in enumerate(forward.gathers):
+        mate = kept.get(i)
+        last = gather.last if mate is None else backward.gathers[mate].last + shift
+        gathers.append(replace(gather, last=last))
+        owners.append((i, mate))
+    for j, gather in enumerate(backward.gathers):
+        if j not in kept.values():
+            # Not before forward has released the bucket: it is in one place at a time.
+            after = released.get(gather.bucket, 0)
+            moved = _shifted(gather, shift)
+            gathers.append(replace(moved, earliest=max(moved.earliest, after)))
+            owners.append((None, j))
+    return Joined(_ahead(replace(bound, gathers=tuple(gathers)), limits), tuple(owners))
+
+
+def split(
+    forward: Posed, backward: Posed, joined: Joined, schedule: Schedule
+) -> tuple[GraphSchedule, GraphSchedule]:
+    """A solution of the joined problem as one schedule a graph."""
+    shift = len(forward.compute)
+    starts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
+    carried, kept = set(), set()
+    early: list[Early] = []
+    for (i, j), position in zip(joined.owners, schedule.gather_starts, strict=True):
+        if i is not None:
+            starts[0][i] = _anchor(forward, position)
+            if j is not None:
+                kept.add(forward.gathers[i].bucket)
+                carried.add(j)
+        elif j is not None and position >= shift:
+            starts[1][j] = _anchor(backward, position - shift)
+        elif j is not None:
+            anchor = _anchor(forward, position)
+            early.append(Early(backward.gathers[j].bucket, backward.dtypes[j], anchor))
+            carried.add(j)
+    waits = {k: _anchor(backward, w - shift) for k, w in enumerate(schedule.reduce_waits)}
+    return (
+        GraphSchedule(starts[0], kept=frozenset(kept), early=tuple(early)),
+        GraphSchedule(starts[1], waits, frozenset(carried)),
+    )
+
+
+def within(problem: Problem, caps: Sequence[int | None], total: int | None) -> Problem:
+    """The problem under a limit on everything, and under ``caps`` on buckets alone, one a unit.
+
+    Both become one limit: what buckets may not use at a unit counts as live there.
+    """
+    if all(cap is None for cap in caps):
+        return replace(problem, limit=total)
+    free = [
+        _least(cap, None if total is None else total - live)
+        for cap, live in zip(caps, problem.live, strict=True)
+    ]
+    roof = max((live + room for live, room in zip(problem.live, free, strict=True)), default=0)
+    live = tuple(roof - room for room in free)
+    return replace(problem, live=live, limit=roof)
+
+
+def _least(cap: int | None, room: int | None) -> int:
+    known = [size for size in (cap, room) if size is not None]
+    assert known
+    return min(known)
+
+
+def _caps(posed: Posed, limits: Limits) -> list[int | None]:
+    """What buckets may take at each unit: the limit given, or with a budget nothing but the budget.
+
+    With neither, what the simplest overlap takes: the next bucket gathered while one is used, one
+    reduction under way. Where transfers are slower than compute, more would hide nothing more.
+    """
+    cap = limits.gathered
+    if limits.unset:
+        cap = _one_ahead_peak(posed)
+    return [cap] * len(posed.compute)
+
+
+def _one_reduction_under_way(problem: Problem) -> Problem:
+    """The problem with each reduction waited for, at the latest, where the next one starts."""
+    following = [r.ready + 1 for r in problem.reductions[1:]]
+    pairs = zip_longest(problem.reductions, following)
+    return replace(problem, reductions=tuple(replace(r, latest=latest) for r, latest in pairs))
+
+
+def _one_ahead_peak(posed: Posed) -> int:
+    starts = [0, *(g.first for g in posed.gathers)][: len(posed.gathers)]
+    starts = [max(s, g.earliest) for s, g in zip(starts, posed.gathers, strict=True)]
+    end = len(posed.compute)
+    ready = [r.ready + 1 for r in posed.reductions]
+    waits = [*ready[1:], end][: len(ready)]
+    bare = replace(posed.problem(None), live=(0,) * end)
+    return peak_bytes(bare, Schedule(tuple(starts), tuple(waits)))
+
+
+def _ahead(problem: Problem, limits: Limits) -> Problem:
+    """The problem with each gather held back until not too much is gathered before it and unused."""
+    if limits.ahead is None:
+        return problem
+    gathers = list(problem.gathers)
+    oldest, waiting = 0, 0
+    for i, gather in enumerate(gathers):
+        waiting += gather.bytes
+        while waiting > limits.ahead and oldest < i:
+            waiting -= gathers[oldest].bytes
+            oldest += 1
+        earliest = gathers[oldest - 1].first if oldest else 0
+        gathers[i] = replace(gather, earliest=max(gather.earliest, earliest))
+    return replace(problem, gathers=tuple(gathers))
+
+
+def _anchor(posed: Posed, position: int) -> str | None:
+    return posed.anchors[position] if position < len(posed.anchors) else None
+
+
+def _concatenated(forward: Posed, backward: Posed) -> Problem:
+    shift = len(forward.compute)
+    gathers = (*forward.gathers, *(_shifted(g, shift) for g in backward.gathers))
+    reductions: tuple[Reduce, ...] = tuple(
+        replace(r, ready=r.ready + shift) for r in backward.reductions
+    )
+    compute, live = (*forward.compute, *backward.compute), (*forward.live, *backward.live)
+    names = (*forward.anchors, *backward.anchors)
+    return Problem(compute, live, gathers, reductions, names=names)
+
+
+def _shifted(gather: Gather, shift: int) -> Gather:
+    earliest = gather.earliest + shift if gather.earliest else 0
+    return replace(gather, first=gather.first + shift, last=gather.last + shift, earliest=earliest)
+
+
+# ------------------------------------------------------------------------------ keeping
+
+
+def _kept(forward: Posed, backward: Posed, bound: Problem, limits: Limits) -> dict[int, int]:
+    """Which gathers of forward serve backward too: forward's number to backward's.
+
+    Persistent buckets come first, as far as they fit. Without memory to spend, what is left is the bucket
+    that forward uses last and backward first: to hold that costs nothing. With it, those that save most
+    seconds a byte for the shortest time come first.
+    """
+    mates = _mates(forward, backward)
+    always = _persistent(forward, mates, limits)
+    room = _Room(forward, backward, bound)
+    kept = room.keep(always, bound.limit)
+    rest = {i: j for i, j in mates.items() if i not in always}
+    if not limits.keep:
+        turn = {i: j for i, j in rest.items() if _turns(forward, i, j)}
+        return kept | room.keep(turn, bound.limit)
+    # Room stays free for the largest bucket, so that the next one can still be gathered ahead, and for
+    # one reduction under way.
+    return kept | room.keep(rest, bound.limit, _spare(bound))
+
+
+def _spare(problem: Problem) -> list[int]:
+    next_one = max((g.bytes for g in problem.gathers), default=0)
+    spare = [next_one] * len(problem.compute)
+    ends = [*(r.ready + 1 for r in problem.reductions[1:]), len(problem.compute)]
+    for reduction, end in zip(problem.reductions, ends, strict=False):
+        for k in range(reduction.ready + 1, end):
+            spare[k] += reduction.bytes
+    return spare
+
+
+def _persistent(forward: Posed, mates: Mapping[int, int], limits: Limits) -> dict[int, int]:
+    return {i: j for i, j in mates.items() if forward.gathers[i].bucket in limits.persistent}
+
+
+def _mates(forward: Posed, backward: Posed) -> dict[int, int]:
+    """Buckets that each graph gathers once, in one dtype: forward's number to backward's."""
+    ours, theirs = _gathered_once(forward), _gathered_once(backward)
+    return {ours[key]: theirs[key] for key in ours if key in theirs}
+
+
+def _gathered_once(posed: Posed) -> dict[tuple[int, str], int]:
+    times = Counter(gather.bucket for gather in posed.gathers)
+    keyed = zip(posed.gathers, posed.dtypes, strict=True)
+    return {(g.bucket, dtype): i for i, (g, dtype) in enumerate(keyed) if times[g.bucket] == 1}
+
+
+def _turns(forward: Posed, i: int, j: int) -> bool:
+    ended = max(g.last for g in forward.gathers)
+    return j == 0 and forward.gathers[i].last == ended
+
+
+class _Room:
+    """Bytes held at each unit by buckets at their uses, and by those kept so far."""
+
+    def __init__(self, forward: Posed, backward: Posed, bound: Problem) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._held = _least_held(bound)
+
+    def keep(
+        self, mates: Mapping[int, int], most: int | None, spare: Sequence[int] = ()
+    ) -> dict[int, int]:
+        """Those that fit within ``most`` bytes between their uses, the worthiest first.
+
+        ``spare`` bytes stay free at each unit; none given: nothing.
+        """
+        first, second = self._forward.gathers, self._backward.gathers
+        shift, kept = len(self._forward.compute), {}
+        for i, j in sorted(mates.items(), key=lambda m: _worth(first[m[0]], second[m[1]], shift)):
+            between = range(first[i].last + 1, second[j].first + shift)
+            needed = max(
+                (self._held[k] + first[i].bytes + (spare[k] if spare else 0) for k in between),
+                default=0,
+            )
+            if most is None or needed <= most or not between:
+                for k in between:
+                    self._held[k] += first[i].bytes
+                kept[i] = j
+        return kept
+
+
+def _worth(first: Gather, second: Gather, shift: int) -> tuple[float, int]:
+    """Sorts by seconds saved a byte, then by how soon backward wants it."""
+    saved = first.seconds / first.bytes if first.bytes else 0.0
+    return -round(saved, 15), second.first + shift - first.last
+
+
+def _least_held(problem: Problem) -> list[int]:
+    """Bytes at each unit if every bucket is held exactly from its first to its last use."""
+    change = [0] * (len(problem.compute) + 1)
+    for gather in problem.gathers:
+        change[gather.first] += gather.bytes
+        change[gather.last + 1] -= gather.bytes
+    held, total = [], 0
+    for live, delta in zip(problem.live, change, strict=False):
+        total += delta
+        held.append(live + total)
+    return held

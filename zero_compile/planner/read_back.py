@@ -1,0 +1,136 @@
+"""A scheduled step read back from its graphs, whoever scheduled it: for simulation, tools and tests."""
+
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.planner.costs import kernels_before
+from zero_compile.planner.decide import GraphSchedule
+from zero_compile.planner.lay_down import lay_down
+from zero_compile.planner.pose import Posed
+from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.planner.program import Op, Program
+from zero_runtime import ops
+from zero_runtime.timeline import Category
+
+
+@dataclass(frozen=True)
+class Half:
+    """One scheduled graph: its nodes, the problem it poses, and what was decided for it."""
+
+    graph: Graph
+    posed: Posed
+    schedule: GraphSchedule
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A problem with the schedule that its graphs have. ``shift`` is backward's first unit."""
+
+    problem: Problem
+    schedule: Schedule
+    nodes: tuple[str, ...]
+    shift: int
+
+    def program(
+        self, name: str, world_size: int, resident: tuple[tuple[Category, int], ...] = ()
+    ) -> Program:
+        """What a rank does, for simulation and proof; ``resident`` is memory held throughout."""
+        laid = lay_down(
+            self.problem, self.schedule, name, "step", world_size=world_size, nodes=self.nodes
+        )
+        budget = self.problem.limit
+        if budget is not None:
+            budget += sum(size for _, size in resident)
+        ops_ = tuple(self._phased(op) for op in laid.ops)
+        return replace(laid, ops=ops_, resident=resident, budget=budget)
+
+    def _phased(self, op: Op) -> Op:
+        """The phase follows from the unit for compute, and from the node it serves for transfers."""
+        kind, index = op.name.split(".")[1], int(op.name.split(".")[2])
+        unit = {
+            "all_gather": lambda: self.schedule.gather_starts[index],
+            "reduce_scatter": lambda: self.problem.reductions[index].ready,
+        }.get(kind, lambda: index)()
+        return replace(op, phase="forward" if unit < self.shift else "backward")
+
+
+def read_graph(half: Half, limit: int | None = None) -> Scheduled:
+    """A graph that runs alone."""
+    units = kernels_before(half.graph)
+    waits = calls(half.graph, ops.all_gather_wait)
+    starts = [
+        min(units[w.all_input_nodes[0]], g.first) for w, g in _with(waits, half.posed.gathers)
+    ]
+    problem = half.posed.problem(limit)
+    schedule = Schedule(tuple(starts), tuple(_reduce_waits(half.graph, units)))
+    return Scheduled(problem, schedule, half.posed.anchors, len(half.posed.compute))
+
+
+def read_step(forward: Half, backward: Half, limit: int | None = None) -> Scheduled:
+    """Forward and the backward that follows it."""
+    shift = len(forward.posed.compute)
+    units, later = kernels_before(forward.graph), kernels_before(backward.graph)
+    early = _early_starts(forward.graph, units)
+    mates = _mates(forward, backward)
+    gathers: list[Gather] = []
+    starts: list[int] = []
+    for i, (wait, gather) in enumerate(_with(_waits(forward), forward.posed.gathers)):
+        last = gather.last
+        if i in mates:
+            last = backward.posed.gathers[mates[i]].last + shift
+        gathers.append(replace(gather, last=last))
+        starts.append(min(units[wait.all_input_nodes[0]], gather.first))
+    for j, (wait, gather) in enumerate(_with(_waits(backward), backward.posed.gathers)):
+        if j in mates.values():
+            continue
+        moved = replace(gather, first=gather.first + shift, last=gather.last + shift, earliest=0)
+        gathers.append(moved)
+        if j in backward.schedule.carried_in:
+            starts.append(early[gather.bucket])
+        else:
+            starts.append(shift + min(later[wait.all_input_nodes[0]], gather.first))
+    problem = Problem(
+        (*forward.posed.compute, *backward.posed.compute),
+        (*forward.posed.live, *backward.posed.live),
+        tuple(gathers),
+        tuple(_moved(r, shift) for r in backward.posed.reductions),
+        limit,
+    )
+    waits = tuple(shift + w for w in _reduce_waits(backward.graph, later))
+    nodes = (*forward.posed.anchors, *backward.posed.anchors)
+    return Scheduled(problem, Schedule(tuple(starts), waits), nodes, shift)
+
+
+def _waits(half: Half) -> list[Node]:
+    return calls(half.graph, ops.all_gather_wait)
+
+
+def _with(waits: list[Node], gathers: tuple[Gather, ...]) -> list[tuple[Node, Gather]]:
+    return list(zip(waits, gathers, strict=True))
+
+
+def _moved(reduction: Reduce, shift: int) -> Reduce:
+    return replace(reduction, ready=reduction.ready + shift)
+
+
+def _mates(forward: Half, backward: Half) -> dict[int, int]:
+    """Gathers of forward whose bucket is kept, and those of backward that find it."""
+    takers = {backward.posed.gathers[j].bucket: j for j in backward.schedule.carried_in}
+    buckets = [gather.bucket for gather in forward.posed.gathers]
+    return {buckets.index(b): takers[b] for b in forward.schedule.kept if b in takers}
+
+
+def _early_starts(graph: Graph, units: dict[Node, int]) -> dict[int, int]:
+    starts = calls(graph, ops.all_gather_start)
+    return {bucket_number(start): units[start] for start in starts if not start.users}
+
+
+def _reduce_waits(graph: Graph, units: dict[Node, int]) -> list[int]:
+    """Each at the unit it stands in front of; none before the unit after its start."""
+    found = []
+    for start in calls(graph, ops.reduce_scatter_start):
+        (wait,) = start.users
+        found.append(max(units[wait], units[start]))
+    return found
