@@ -44,13 +44,21 @@ def stock_step(model: Any, settings: Settings, *, autocast: bool = True) -> Step
     return step
 
 
-def compiled(settings: Settings, backend: str) -> Step:
-    model = torch.compile(build(settings.size, settings.seq), backend=backend)
-    return stock_step(model, settings)
+def compiled(settings: Settings, backend: str, **options: Any) -> Step:
+    model = build(settings.size, settings.seq)
+    return stock_step(torch.compile(model, backend=backend, options=options or None), settings)
 
 
 def zero3(settings: Settings) -> Step:
     return compiled(settings, settings.backend)
+
+
+def one_ahead(settings: Settings) -> Step:
+    return compiled(settings, settings.backend, schedule="one_ahead")
+
+
+def all_first(settings: Settings) -> Step:
+    return compiled(settings, settings.backend, schedule="all_first")
 
 
 def inductor(settings: Settings) -> Step:
@@ -114,6 +122,8 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender(ZERO3, 'torch.compile(model, backend="zero3")', zero3),
+        Contender("one-ahead", "zero3 gathering one bucket ahead, unplanned", one_ahead),
+        Contender("all-first", "zero3 gathering everything first", all_first),
         Contender(REFERENCE, "torch.compile in one process, whole batch", inductor, single=True),
         Contender("fsdp2", "fully_shard and compile per block", fsdp2),
         Contender("ddp", "DistributedDataParallel + torch.compile", ddp),

@@ -83,7 +83,7 @@ def test_a_wrong_value_is_an_error_that_names_option_and_value(name, value):
 
 
 def test_a_wrong_schedule_lists_the_right_ones():
-    with pytest.raises(OptionError, match="'planned', 'one_ahead' or 'on_demand'"):
+    with pytest.raises(OptionError, match="'planned', 'one_ahead', 'on_demand' or 'all_first'"):
         parse({"schedule": "two_ahead"})
 
 

@@ -74,7 +74,11 @@ def main(
         else:
             settings = _settings(device_memory, hardware, schedule, dtype, masters, option)
             wanted = Wanted(
-                _only(targets), Shape(batch, sequence, _floating(dtype)), world_size, stage, settings
+                _only(targets),
+                Shape(batch, sequence, _floating(dtype)),
+                world_size,
+                stage,
+                settings,
             )
             planned = _plan(console, wanted, train=not infer, most=most, files=files)
             for bucket in why or []:
@@ -141,7 +145,9 @@ def _only(targets: Sequence[str]) -> str:
 def _floating(name: str) -> torch.dtype:
     dtype = dtype_of(name)
     if not dtype.is_floating_point:
-        raise OptionError(f"--dtype {name}: parameters are floating-point numbers, such as bfloat16")
+        raise OptionError(
+            f"--dtype {name}: parameters are floating-point numbers, such as bfloat16"
+        )
     return dtype
 
 

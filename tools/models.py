@@ -93,7 +93,7 @@ def _config(name: str) -> Any:
     if kind in transformers.CONFIG_MAPPING:
         return _of_type(transformers, {"model_type": kind, **_overrides(overrides)})
     try:
-        config = transformers.AutoConfig.from_pretrained(kind)
+        config = transformers.AutoConfig.from_pretrained(kind, local_files_only=True)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise OptionError(
@@ -107,7 +107,12 @@ def _config(name: str) -> Any:
 
 def _of_type(transformers: Any, settings: Mapping[str, Any]) -> Any:
     settings = dict(settings)
-    return transformers.CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    kind = settings.pop("model_type")
+    try:
+        return transformers.CONFIG_MAPPING[kind](**settings)
+    except Exception as error:  # each type of configuration checks its values in its own way
+        reason = " ".join(str(error).split())
+        raise OptionError(f"hf:{kind} does not accept these overrides: {reason}") from None
 
 
 def _overrides(pairs: Sequence[str]) -> dict[str, Any]:

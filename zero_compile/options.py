@@ -37,9 +37,10 @@ class Options(BaseModel):
     None: a sixteenth of what the graph gathers, at least 1 MiB and at most 16 MiB.
     """
 
-    schedule: Literal["planned", "one_ahead", "on_demand"] = "planned"
+    schedule: Literal["planned", "one_ahead", "on_demand", "all_first"] = "planned"
     """``planned`` starts each gather as late as still hides it, within the memory limits, by the cost
     model. ``one_ahead`` gathers the next bucket while one is used; ``on_demand`` saves that memory too.
+    ``all_first`` gathers everything at the beginning of each graph: for comparison.
     """
 
     device_memory: int | None = Field(default=None, gt=0)
@@ -59,7 +60,7 @@ class Options(BaseModel):
     """
 
     stage3_prefetch_bucket_size: int | None = Field(default=None, ge=0)
-    """The most elements gathered ahead of their use, the next bucket included."""
+    """The most elements gathered ahead of their use, beside the next bucket."""
 
     stage3_param_persistence_threshold: int = Field(default=0, ge=0)
     """Parameters of at most so many elements get buckets of their own, kept from forward to backward."""

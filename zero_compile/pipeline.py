@@ -23,7 +23,7 @@ Pass = Callable[[GraphModule], GraphModule]
 Check = Callable[[GraphModule], None]
 
 #: How far ahead the schedules without a planner gather.
-DEPTHS = {"on_demand": 0, "one_ahead": 1}
+DEPTHS = {"on_demand": 0, "one_ahead": 1, "all_first": 1 << 30}
 
 
 def capture(parameters: Mapping[int, int]) -> list[Pass | Check]:

@@ -84,7 +84,7 @@ def plan_graph(posed: Posed, limits: Limits) -> GraphSchedule:
         PlanError: a bucket does not fit within the limits.
     """
     caps = _caps(posed, limits)
-    bound = within(_ahead(posed.problem(None), limits), caps, limits.total)
+    bound = within(_ahead(_starting(posed.problem(None), limits), limits), caps, limits.total)
     solved = solve(_one_reduction_under_way(bound) if limits.unset else bound)
     starts = {i: _anchor(posed, start) for i, start in enumerate(solved.gather_starts)}
     return GraphSchedule(starts, {k: _anchor(posed, w) for k, w in enumerate(solved.reduce_waits)})
@@ -132,7 +132,7 @@ def join(
         always = _persistent(forward, _mates(forward, backward), limits)
         extra = sum(forward.gathers[i].bytes for i in always)
         caps = [None if cap is None else cap + extra for cap in caps]
-    bound = within(_concatenated(forward, backward), caps, limits.total)
+    bound = within(_starting(_concatenated(forward, backward), limits), caps, limits.total)
     if limits.unset:
         bound = _one_reduction_under_way(bound)
     kept = {**seamless, **_kept(forward, backward, bound, limits)}
@@ -215,6 +215,19 @@ def _caps(posed: Posed, limits: Limits) -> list[int | None]:
     return [cap] * len(posed.compute)
 
 
+def _starting(problem: Problem, limits: Limits) -> Problem:
+    """Under a limit on everything: the memory of a reduction counts where its gradients are complete.
+
+    It is taken there even if it is waited for, and returned, before anything else runs.
+    """
+    if limits.total is None:
+        return problem
+    live = list(problem.live)
+    for reduction in problem.reductions:
+        live[reduction.ready] += reduction.bytes
+    return replace(problem, live=tuple(live))
+
+
 def _one_reduction_under_way(problem: Problem) -> Problem:
     """The problem with each reduction waited for, at the latest, where the next one starts."""
     following = [r.ready + 1 for r in problem.reductions[1:]]
@@ -259,7 +272,8 @@ def _concatenated(forward: Posed, backward: Posed) -> Problem:
         replace(r, ready=r.ready + shift) for r in backward.reductions
     )
     compute, live = (*forward.compute, *backward.compute), (*forward.live, *backward.live)
-    names = (*forward.anchors, *backward.anchors)
+    beginning = ("the beginning of forward", "the beginning of backward")
+    names = (beginning[0], *forward.anchors[1:], beginning[1], *backward.anchors[1:])
     return Problem(compute, live, gathers, reductions, names=names)
 
 

@@ -46,7 +46,8 @@ class Posed:
 
     def problem(self, limit: int | None) -> Problem:
         """The graph alone, within ``limit`` bytes."""
-        return Problem(self.compute, self.live, self.gathers, self.reductions, limit, self.anchors)
+        names = ("the beginning", *self.anchors[1:])
+        return Problem(self.compute, self.live, self.gathers, self.reductions, limit, names)
 
 
 def pose(graph: Graph, buckets: Sequence[BucketPlan], policy: Policy, hardware: Hardware) -> Posed:

@@ -76,6 +76,7 @@ def read_step(forward: Half, backward: Half, limit: int | None = None) -> Schedu
     mates = _mates(forward, backward)
     gathers: list[Gather] = []
     starts: list[int] = []
+    released = {gather.bucket: gather.last + 1 for gather in forward.posed.gathers}
     for i, (wait, gather) in enumerate(_with(_waits(forward), forward.posed.gathers)):
         last = gather.last
         if i in mates:
@@ -85,8 +86,10 @@ def read_step(forward: Half, backward: Half, limit: int | None = None) -> Schedu
     for j, (wait, gather) in enumerate(_with(_waits(backward), backward.posed.gathers)):
         if j in mates.values():
             continue
-        moved = replace(gather, first=gather.first + shift, last=gather.last + shift, earliest=0)
-        gathers.append(moved)
+        # Not before forward has released the bucket, nor backward its own last use of it.
+        after = gather.earliest + shift if gather.earliest else released.get(gather.bucket, 0)
+        first, last = gather.first + shift, gather.last + shift
+        gathers.append(replace(gather, first=first, last=last, earliest=after))
         if j in backward.schedule.carried_in:
             starts.append(early[gather.bucket])
         else:
