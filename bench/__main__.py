@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import launch, solo, table
+from bench import launch, planning, solo, table
 from bench.contenders import CONTENDERS, REFERENCE, ZERO3, Contender
 from bench.model import parameter_count
 from bench.settings import Settings
@@ -118,6 +118,14 @@ def run_solo(console: Console, settings: Settings, rounds: int, timeout: float) 
     return {"turns": turns, "first_step_seconds": seconds, "summary": summary._asdict()}
 
 
+def run_planning(console: Console) -> dict[str, Any]:
+    with console.status("starting") as status:
+        found = list(planning.compare(status.update))
+    for line in planning.lines(found):
+        print(line)
+    return {"planning": [p._asdict() for p in found]}
+
+
 def chosen(only: str) -> list[str]:
     names = [name.strip() for name in only.split(",") if name.strip()] or list(CONTENDERS)
     unknown = [name for name in names if name not in CONTENDERS]
@@ -129,7 +137,8 @@ def chosen(only: str) -> list[str]:
 
 def main(
     compare: Annotated[
-        Literal["peers", "solo"], typer.Option(help="contenders, or world size 1 in one process")
+        Literal["peers", "solo", "planning"],
+        typer.Option(help="contenders, world size 1 in one process, or the planner's own time"),
     ] = "peers",
     size: Annotated[SizeName, typer.Option(help="size of the model")] = "30m",
     dtype: Annotated[
@@ -166,7 +175,9 @@ def main(
     )
     # Wide enough for the table also where output goes to a file.
     console = Console(width=max(Console().width, 120))
-    if solo_mode:
+    if compare == "planning":
+        found = run_planning(console)
+    elif solo_mode:
         found = run_solo(console, settings, rounds, timeout)
     else:
         found = run_peers(console, settings, chosen(only), rounds, timeout)
