@@ -192,3 +192,55 @@ def test_a_leaf_inside_a_compiled_block_keeps_its_name() -> None:
     model = nn.Sequential(torch.compile(Model(), backend="eager"))
     zero_compile.partition(model, {"leaf_modules": ["0.mixture"]})
     assert len(model[0].mixture._forward_pre_hooks) == 1
+
+
+def test_a_container_that_is_never_called_is_no_leaf() -> None:
+    with pytest.raises(
+        OptionError, match=r"mixture\.experts is a ModuleList, which is never called"
+    ):
+        zero_compile.partition(Model(), {"leaf_modules": ["mixture.experts"]})
+
+
+class Chosen(nn.Module):
+    """The choice is a number of Python's, which Dynamo would compile in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return self.experts[choice](x)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.chosen, self.last = nn.Linear(8, 8), Chosen(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return self.last(self.chosen(torch.tanh(self.first(x)), choice)).mean()
+
+
+def _chosen_by_number() -> float:
+    """The largest difference to one process that averages what both ranks do."""
+    torch.manual_seed(0)
+    plain, model = Around(), Around()
+    model.load_state_dict(plain.state_dict())
+    options = {"leaf_modules": [Chosen]}
+    zero_compile.partition(model, options)
+    step = torch.compile(model, backend="zero3", options=options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    x = torch.randn(2, 4, 8)
+    for turn in range(3):
+        (sum(plain(x[r], (r + turn) % 2) for r in range(2)) / 2).backward()
+        step(x[dist.get_rank()], (dist.get_rank() + turn) % 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = whole_parameters(model)
+    return max(float((whole[n] - p).abs().max()) for n, p in plain.named_parameters())
+
+
+def test_experts_chosen_by_a_number_train_once_the_model_is_partitioned_first() -> None:
+    for worst in ranks.run(2, _chosen_by_number):
+        assert worst < 1e-6

@@ -155,3 +155,11 @@ def test_deepspeeds_precision_sections_mean_our_options() -> None:
 def test_wrong_precision_sections_name_the_key(section: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse(section)
+
+
+def test_whole_floats_count_elements_as_deepspeeds_configs_write_them() -> None:
+    options = parse({"stage3_max_live_parameters": 1e9, "reduce_bucket_size": 5e8})
+    assert options.stage3_max_live_parameters == 10**9
+    assert options.reduce_bucket_size == 5 * 10**8
+    with pytest.raises(OptionError, match="stage3_max_live_parameters"):
+        parse({"stage3_max_live_parameters": 1.5})

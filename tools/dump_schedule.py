@@ -46,7 +46,9 @@ def main(
     masters: Annotated[bool, typer.Option(help="float32 master weights of a 16-bit model")] = False,
     device_memory: Annotated[str | None, typer.Option(help="budget, such as 80GiB")] = None,
     hardware: Annotated[str | None, typer.Option(help="profile, by name or file")] = None,
-    schedule: Annotated[str, typer.Option(help="planned, one_ahead or on_demand")] = "planned",
+    schedule: Annotated[
+        str, typer.Option(help="planned, one_ahead, on_demand or all_first")
+    ] = "planned",
     option: Annotated[
         list[str] | None, typer.Option(help="further name=value, JSON values")
     ] = None,
@@ -67,6 +69,7 @@ def main(
     console = Console()
     files = _Files(json_file, html_file, trace_file, graph_file)
     try:
+        files.check()
         if compare:
             _compare(console, targets)
         elif all(target.endswith(".json") for target in targets):
@@ -100,6 +103,12 @@ class _Files:
     html: Path | None
     trace: Path | None
     graph: Path | None
+
+    def check(self) -> None:
+        """Before anything is planned: the folders must be there."""
+        for path in (self.json, self.html, self.trace, self.graph):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise OptionError(f"cannot write {path}: there is no folder {path.parent}")
 
     def write(self, made: Document) -> None:
         if self.json is not None:

@@ -1,9 +1,11 @@
 """Models by name: an import path, a script, or ``hf:`` and a configuration of transformers."""
 
+import difflib
 import importlib
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +110,12 @@ def _config(name: str) -> Any:
 def _of_type(transformers: Any, settings: Mapping[str, Any]) -> Any:
     settings = dict(settings)
     kind = settings.pop("model_type")
+    known = transformers.CONFIG_MAPPING[kind]()
+    for name in settings:
+        if not hasattr(known, name):
+            near = difflib.get_close_matches(name, vars(known), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"hf:{kind} has no setting {name!r}.{hint}")
     try:
         return transformers.CONFIG_MAPPING[kind](**settings)
     except Exception as error:  # each type of configuration checks its values in its own way
@@ -152,7 +160,13 @@ def _module(path: str) -> ModuleType:
 
 def _called(made: Callable[..., Any], shape: Shape) -> MakeModel:
     def make() -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
-        result = made(**_accepted(made, shape))
+        try:
+            result = made(**_accepted(made, shape))
+        except Exception as error:  # a user's code, of which nothing is known
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise OptionError(
+                f"{made.__name__} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+            ) from error
         model, inputs = result if isinstance(result, tuple) else (result, None)
         if not isinstance(model, nn.Module):
             raise OptionError(f"{made.__name__} gave {type(model).__name__}, not a module")

@@ -77,6 +77,11 @@ def largest_batch(wanted: Wanted) -> str:
         raise OptionError("--largest-batch needs --device-memory")
     budget = parse_bytes(text)
     one, two = (wanted.of(n, device_memory=None).plan().peak for n in (1, 2))
+    if two <= one:
+        raise OptionError(
+            f"{wanted.target} takes as much memory with --batch 2 as with 1: let what makes its input "
+            "take a parameter named batch"
+        )
     guess = max(1, (budget - one) // max(two - one, 1) + 1)
     best = _search(guess, lambda batch: _fits(wanted.of(batch), budget))
     if best == 0:

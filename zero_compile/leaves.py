@@ -23,6 +23,12 @@ def find_leaves(root: nn.Module, chosen: Iterable[type | str]) -> list[tuple[str
         found = list(_matching(root, choice))
         if not found:
             raise OptionError(_unknown(root, choice))
+        for name, module in found:
+            if type(module).forward is nn.Module.forward:
+                raise OptionError(
+                    f"option 'leaf_modules': {name} is a {type(module).__name__}, which is never called: "
+                    "name the module whose forward chooses among its members"
+                )
         leaves += found
     return leaves
 

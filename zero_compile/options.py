@@ -26,6 +26,16 @@ from zero_runtime.errors import OptionError
 ALIASES = {"communication_data_type": "reduce_dtype"}
 
 
+#: Options that count elements, by DeepSpeed's names.
+_ELEMENTS = (
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "reduce_bucket_size",
+)
+
+
 class Options(BaseModel):
     """How a zero backend compiles. Frozen; every field has a default that needs no thought."""
 
@@ -120,6 +130,12 @@ class Options(BaseModel):
     @classmethod
     def _size(cls, value: Any) -> Any:
         return parse_bytes(value) if isinstance(value, str) else value
+
+    @field_validator(*_ELEMENTS, mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        """DeepSpeed's configs write 1e9 and 5e8, which are read as floats."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @field_validator("reduce_dtype", mode="before")
     @classmethod

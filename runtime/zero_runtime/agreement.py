@@ -249,9 +249,10 @@ def digest_of(lines: list[str]) -> str:
 
 _ADVICE = (
     "Ranks must do the same in the same order: look for branches, loop lengths or expert choices that "
-    "depend on a rank's own data, and for model.state_dict(), saving, or values of parameters read on "
-    "one rank only (they are gathered: call them on every rank). Where initial values differ, set the "
-    "same seed or load the same weights on every rank."
+    "depend on a rank's own data (option 'leaf_modules' is for experts: give it to "
+    "zero_compile.partition(model, options) before the first forward), and for model.state_dict(), "
+    "saving, or values of parameters read on one rank only (they are gathered: call them on every "
+    "rank). Where initial values differ, set the same seed or load the same weights on every rank."
 )
 
 
