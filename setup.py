@@ -4,6 +4,7 @@ The package works without the extension, so neither a missing compiler nor a fai
 install.  PyTorch must be importable while building: pip needs --no-build-isolation.
 """
 
+import glob
 import platform
 import subprocess
 import sys
@@ -36,6 +37,10 @@ COMPILE_FLAGS = [
     "-ffp-contract=off",
     # Nothing reads the floating-point flags, and keeping them exact stops vectorisation.
     "-fno-trapping-math",
+    # Nor does anything read errno after a square root, which stops it as well.
+    "-fno-math-errno",
+    # Threads of the C++ library, where they are not part of the C library.
+    "-pthread",
 ]
 
 
@@ -71,8 +76,8 @@ def extension_arguments() -> dict[str, Any]:
 
     native = CppExtension(  # type: ignore[no-untyped-call]
         "zero_runtime._native",
-        [f"csrc/{name}.cpp" for name in ("arena", "bindings", "kernels", "pack")],
-        depends=[f"csrc/{name}.h" for name in ("arena", "kernels", "pack")],
+        sorted(glob.glob("csrc/*.cpp")),
+        depends=sorted(glob.glob("csrc/*.h")),
         extra_compile_args={"cxx": COMPILE_FLAGS},
         py_limited_api=True,
     )

@@ -23,3 +23,7 @@ class GroupError(ZeroError):
 
 class DivergenceError(ZeroError):
     """Ranks are about to run different things."""
+
+
+class SwapError(OSError, ZeroError):
+    """A swap file cannot be made, or cannot hold or move a tensor; `errno` says what failed."""

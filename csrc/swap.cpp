@@ -1,0 +1,278 @@
+#include "swap.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+namespace zero_native {
+namespace {
+
+using torch::stable::Tensor;
+
+int64_t WholePages(int64_t nbytes) { return (nbytes + kSwapPage - 1) / kSwapPage * kSwapPage; }
+
+}  // namespace
+
+SwapFile::SwapFile(const SwapOptions& options, std::unique_ptr<SwapIo> io)
+    : options_(options), io_(std::move(io)) {
+  STD_TORCH_CHECK(options.capacity > 0, "swap_open: capacity must be positive");
+  STD_TORCH_CHECK(options.block_size > 0 && options.block_size % kSwapPage == 0,
+                  "swap_open: block_size must be a positive multiple of ", kSwapPage);
+  STD_TORCH_CHECK(options.threads > 0 && options.slots > 0, "swap_open: no threads or no slots");
+  stats_.capacity = WholePages(options.capacity);
+  free_[0] = stats_.capacity;
+  Open();
+  try {
+    if (stats_.direct) {
+      staging_ = std::make_unique<StagingSlots>(options.slots, options.block_size);
+    }
+    for (int64_t i = 0; i < options.threads; ++i) threads_.emplace_back(&SwapFile::Work, this);
+  } catch (...) {
+    Close();
+    throw;
+  }
+}
+
+SwapFile::~SwapFile() { Close(); }
+
+SwapExtent SwapFile::Allocate(const std::string& name, int64_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  CheckOpen();
+  if (extents_.count(name) != 0) {
+    throw SwapFailure(EEXIST,
+                      "tensor '" + name + "' has an extent in " + options_.path + " already");
+  }
+  const int64_t wanted = WholePages(std::max<int64_t>(nbytes, 1));
+  int64_t largest = 0;
+  for (auto stretch = free_.begin(); stretch != free_.end(); ++stretch) {
+    const auto [offset, length] = *stretch;
+    largest = std::max(largest, length);
+    if (length < wanted) continue;
+    free_.erase(stretch);
+    if (length > wanted) free_[offset + wanted] = length - wanted;
+    stats_.allocated += wanted;
+    Extent& extent = extents_[name];
+    extent.place = {offset, nbytes};
+    return extent.place;
+  }
+  throw SwapFailure(ENOSPC, "tensor '" + name + "' of " + std::to_string(nbytes) +
+                                " bytes does not fit into " + options_.path + " of " +
+                                std::to_string(stats_.capacity) + " bytes: the largest free " +
+                                "stretch has " + std::to_string(largest));
+}
+
+void SwapFile::Free(const std::string& name) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  CheckOpen();
+  Lookup(name);
+  complete_.wait(lock, [&] {
+    const auto found = extents_.find(name);
+    return found == extents_.end() || found->second.queue.empty();
+  });
+  const SwapExtent place = Lookup(name).place;
+  extents_.erase(name);
+  int64_t begin = place.offset;
+  int64_t length = WholePages(std::max<int64_t>(place.length, 1));
+  stats_.allocated -= length;
+  const auto after = free_.find(begin + length);
+  if (after != free_.end()) {
+    length += after->second;
+    free_.erase(after);
+  }
+  const auto above = free_.lower_bound(begin);
+  if (above != free_.begin() && std::prev(above)->first + std::prev(above)->second == begin) {
+    std::prev(above)->second += length;
+  } else {
+    free_[begin] = length;
+  }
+}
+
+SwapExtent SwapFile::Find(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return Lookup(name).place;
+}
+
+int64_t SwapFile::Write(const std::string& name, const Tensor& source) {
+  return Start(name, source, true);
+}
+
+int64_t SwapFile::Read(const std::string& name, const Tensor& out) {
+  return Start(name, out, false);
+}
+
+int64_t SwapFile::Start(const std::string& name, const Tensor& tensor, bool write) {
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "tensor '", name,
+                  "' is not contiguous on the CPU");
+  const auto operation = std::make_shared<Operation>();
+  operation->write = write;
+  operation->name = name;
+  operation->tensor = tensor;
+  operation->data = static_cast<char*>(write ? const_cast<void*>(tensor.const_data_ptr())
+                                             : tensor.mutable_data_ptr());
+  operation->nbytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  Collect();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  CheckOpen();
+  Extent& extent = Lookup(name);
+  if (operation->nbytes > extent.place.length) {
+    throw SwapFailure(EINVAL, "tensor '" + name + "' of " + std::to_string(operation->nbytes) +
+                                  " bytes does not fit into its extent of " +
+                                  std::to_string(extent.place.length) + " in " + options_.path);
+  }
+  operation->ticket = ++tickets_;
+  operation->extent = &extent;
+  operation->offset = extent.place.offset;
+  if (operation->nbytes == 0) return operation->ticket;
+  operations_[operation->ticket] = operation;
+  unfinished_ += 1;
+  extent.queue.push_back(operation);
+  if (extent.queue.size() == 1) {
+    ready_.push_back(operation);
+    work_.notify_all();
+  }
+  return operation->ticket;
+}
+
+bool SwapFile::Done(int64_t ticket) {
+  Collect();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = operations_.find(ticket);
+  return found == operations_.end() || found->second->complete;
+}
+
+void SwapFile::Wait(int64_t ticket) {
+  std::shared_ptr<Operation> operation;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = operations_.find(ticket);
+    if (found != operations_.end()) {
+      operation = found->second;
+      operation->waited_for = true;
+      complete_.wait(lock, [&] { return operation->complete; });
+    }
+  }
+  Collect();
+  if (operation != nullptr && operation->code != 0) throw Failure(*operation);
+}
+
+void SwapFile::Drain() {
+  std::shared_ptr<Operation> failed;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    complete_.wait(lock, [&] { return unfinished_ == 0; });
+    for (const auto& entry : operations_) {
+      if (failed == nullptr && !entry.second->waited_for) failed = entry.second;
+      entry.second->waited_for = true;
+    }
+  }
+  Collect();
+  if (failed != nullptr) throw Failure(*failed);
+}
+
+void SwapFile::Close() {
+  std::vector<std::thread> threads;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (closing_) {
+      complete_.wait(lock, [&] { return closed_; });
+      return;
+    }
+    closing_ = true;
+    threads.swap(threads_);
+  }
+  work_.notify_all();
+  for (std::thread& thread : threads) thread.join();
+  Collect();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Delete();
+  staging_.reset();
+  closed_ = true;
+  complete_.notify_all();
+}
+
+SwapStats SwapFile::Stats() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+SwapFile::Extent& SwapFile::Lookup(const std::string& name) {
+  const auto found = extents_.find(name);
+  if (found == extents_.end()) {
+    throw SwapFailure(ENOENT, "tensor '" + name + "' has no extent in " + options_.path);
+  }
+  return found->second;
+}
+
+void SwapFile::CheckOpen() const {
+  if (closing_) throw SwapFailure(EBADF, "swap file " + options_.path + " is closed");
+}
+
+// The last reference to a tensor may need Python, for which no lock must be held.
+void SwapFile::Collect() {
+  std::vector<Tensor> tensors;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  tensors.swap(let_go_);
+}
+
+// Until closing, and then until nothing is left to do.
+void SwapFile::Work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return !ready_.empty() || (closing_ && unfinished_ == 0); });
+    if (ready_.empty()) return;
+    const std::shared_ptr<Operation> operation = ready_.front();
+    const int64_t begin = operation->next;
+    const int64_t count = std::min(options_.block_size, operation->nbytes - begin);
+    operation->next += count;
+    operation->running += 1;
+    if (operation->next == operation->nbytes) ready_.pop_front();
+    lock.unlock();
+    const int code = Move(*operation, begin, count);
+    lock.lock();
+    operation->running -= 1;
+    if (code == 0) {
+      (operation->write ? stats_.bytes_written : stats_.bytes_read) += count;
+    } else if (operation->code == 0) {
+      operation->code = code;
+    }
+    Finish(operation);
+  }
+}
+
+// Called with the lock, after each request.
+void SwapFile::Finish(const std::shared_ptr<Operation>& operation) {
+  if (operation->code != 0 && operation->next < operation->nbytes) {
+    operation->next = operation->nbytes;
+    ready_.erase(std::find(ready_.begin(), ready_.end(), operation));
+  }
+  if (operation->running > 0 || operation->next < operation->nbytes) return;
+  Extent& extent = *operation->extent;
+  if (operation->write) {
+    extent.broken = operation->code;
+  } else if (operation->code == 0) {
+    operation->code = extent.broken;
+  }
+  extent.queue.pop_front();
+  if (!extent.queue.empty()) ready_.push_back(extent.queue.front());
+  let_go_.push_back(std::move(*operation->tensor));
+  operation->tensor.reset();
+  operation->complete = true;
+  if (operation->code == 0) operations_.erase(operation->ticket);
+  unfinished_ -= 1;
+  if (!extent.queue.empty() || unfinished_ == 0) work_.notify_all();
+  complete_.notify_all();
+}
+
+SwapFailure SwapFile::Failure(const Operation& operation) const {
+  const std::string verb = operation.write ? "write" : "read";
+  return {operation.code, "tensor '" + operation.name + "': cannot " + verb + " " +
+                              std::to_string(operation.nbytes) + " bytes at offset " +
+                              std::to_string(operation.offset) + " of " + options_.path + ": " +
+                              SwapErrorText(operation.code)};
+}
+
+}  // namespace zero_native
