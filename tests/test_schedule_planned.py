@@ -3,7 +3,7 @@
 import pytest
 import torch
 from expecttest import TestCase
-from graphs import BACKWARD, FORWARD, mlp, named, snapshot, text, traced
+from graphs import BACKWARD, FORWARD, mlp, snapshot, text, traced
 from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
@@ -84,14 +84,12 @@ def test_what_arrives_gathered_is_taken_over_first() -> None:
         "start 0",
         "wait 0",
         "mm",
-        "wait 1",
         "start 1",
+        "wait 1",
         "mm",
         "wait 2",
         "mm",
-    ] or (
-        found == ["start 2", "start 0", "wait 0", "mm", "start 1", "wait 1", "mm", "wait 2", "mm"]
-    )
+    ]
 
 
 def test_a_reduction_is_waited_for_at_its_place_but_before_one_that_starts_there() -> None:
@@ -190,7 +188,3 @@ addmm_2 = aten.addmm(as_strided_default_5, relu_1, permute_2)
 return [addmm_2, primals_3, primals_4, primals_6, relu, relu_1]
 """,
         )
-
-
-def test_the_node_named_is_one_of_the_graph() -> None:
-    assert named(_moved(), "addmm").op == "call_function"

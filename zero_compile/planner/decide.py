@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from zero_compile.planner.evaluate import peak_bytes
+from zero_compile.planner.evaluate import held_bytes, peak_bytes
 from zero_compile.planner.pose import Posed
 from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
 from zero_compile.planner.solve import solve
@@ -144,8 +144,9 @@ def join(
         last = gather.last if mate is None else backward.gathers[mate].last + shift
         gathers.append(replace(gather, last=last))
         owners.append((i, mate))
+    served = set(kept.values())
     for j, gather in enumerate(backward.gathers):
-        if j not in kept.values():
+        if j not in served:
             # Not before forward has released the bucket: it is in one place at a time.
             after = released.get(gather.bucket, 0)
             moved = _shifted(gather, shift)
@@ -373,13 +374,7 @@ def _worth(first: Gather, second: Gather, shift: int) -> tuple[float, int]:
 
 
 def _least_held(problem: Problem) -> list[int]:
-    """Bytes at each unit if every bucket is held exactly from its first to its last use."""
-    change = [0] * (len(problem.compute) + 1)
-    for gather in problem.gathers:
-        change[gather.first] += gather.bytes
-        change[gather.last + 1] -= gather.bytes
-    held, total = [], 0
-    for live, delta in zip(problem.live, change, strict=False):
-        total += delta
-        held.append(live + total)
-    return held
+    """Bytes at each unit if every bucket is held from its first to its last use, and reductions not at all."""
+    starts = tuple(gather.first for gather in problem.gathers)
+    at_once = tuple(reduction.ready + 1 for reduction in problem.reductions)
+    return held_bytes(problem, Schedule(starts, at_once))
