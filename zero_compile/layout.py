@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.plan import ALIGNMENT, BucketPlan, Slot, dtype_name
+from zero_runtime.plan import ALIGNMENT, BucketPlan, Residence, Slot, dtype_name
 
 
 class Use(NamedTuple):
@@ -58,6 +58,8 @@ _SLACK = 1.125
 
 MiB = 1 << 20
 
+_ON_DEVICE = Residence()
+
 
 def group_uses(uses: Sequence[Use], policy: LayoutPolicy) -> list[list[Use]]:
     """Groups of uses, one a bucket, ordered by first use. Frozen and trainable never mix."""
@@ -74,7 +76,9 @@ def group_uses(uses: Sequence[Use], policy: LayoutPolicy) -> list[list[Use]]:
     return groups
 
 
-def plan_bucket(group: Sequence[Use], world_size: int) -> BucketPlan:
+def plan_bucket(
+    group: Sequence[Use], world_size: int, residence: Residence = _ON_DEVICE
+) -> BucketPlan:
     """Slots at aligned offsets, padded to equal aligned chunks a rank."""
     slots, offset = [], 0
     for use in group:
@@ -82,7 +86,8 @@ def plan_bucket(group: Sequence[Use], world_size: int) -> BucketPlan:
         offset += _round_up(use.numel, ALIGNMENT)
     chunk = _round_up(-(-offset // world_size), ALIGNMENT)
     first = group[0]
-    return BucketPlan(dtype_name(first.dtype), str(first.device), world_size, chunk, tuple(slots))
+    dtype, device = dtype_name(first.dtype), str(first.device)
+    return BucketPlan(dtype, device, world_size, chunk, tuple(slots), residence)
 
 
 def default_bucket_bytes(uses: Iterable[Use], saturating_bytes: int = 16 * MiB) -> int:

@@ -154,6 +154,21 @@ class Executor:
         """This rank's part of the averaged bucket, flat, once it is complete."""
         return self._land(StepKind.REDUCE_SCATTER_WAIT, bucket)
 
+    def start_read(self, bucket: int) -> None:
+        """Start reading this rank's shard of the bucket from NVMe to the host."""
+        self._advance(StepKind.READ_START, bucket)
+        self._buckets[bucket].start_read()
+
+    def start_fetch(self, bucket: int) -> None:
+        """Start moving this rank's shard of the bucket from the host to the device."""
+        self._advance(StepKind.FETCH_START, bucket)
+        self._buckets[bucket].start_fetch()
+
+    def evict(self, bucket: int, reduced: torch.Tensor) -> torch.Tensor:
+        """Move a reduced gradient of the bucket to the host; it is there when the graph has run."""
+        self._advance(StepKind.EVICT, bucket)
+        return self._buckets[bucket].evict(reduced)
+
     # -------------------------------------------------------------- order
 
     def _advance(self, kind: StepKind, bucket: int) -> None:

@@ -28,6 +28,9 @@ _LIBRARY.define(
 _LIBRARY.define(
     "release(Tensor(a!) gathered, Tensor(b!) channel, int bucket, ScalarType dtype) -> ()"
 )
+_LIBRARY.define("read_start(Tensor(a!) channel, int bucket) -> ()")
+_LIBRARY.define("fetch_start(Tensor(a!) channel, int bucket) -> ()")
+_LIBRARY.define("evict(Tensor reduced, Tensor(a!) channel, int bucket) -> Tensor")
 _LIBRARY.define("keep(Tensor gathered) -> Tensor")
 _LIBRARY.define(
     "reduce_scatter_start(Tensor[] gradients, Tensor(a!) channel, int bucket, int[] slots) -> Tensor",
@@ -44,12 +47,24 @@ channel = torch.ops.zero3.channel.default
 all_gather_start = torch.ops.zero3.all_gather_start.default
 all_gather_wait = torch.ops.zero3.all_gather_wait.default
 release = torch.ops.zero3.release.default
+read_start = torch.ops.zero3.read_start.default
+fetch_start = torch.ops.zero3.fetch_start.default
+evict = torch.ops.zero3.evict.default
 keep = torch.ops.zero3.keep.default
 reduce_scatter_start = torch.ops.zero3.reduce_scatter_start.default
 reduce_scatter_wait = torch.ops.zero3.reduce_scatter_wait.default
 
 #: The schedule's operators that use a collective's channel or end a buffer's life, by graph target.
-SCHEDULED = (all_gather_start, all_gather_wait, release, reduce_scatter_start, reduce_scatter_wait)
+SCHEDULED = (
+    all_gather_start,
+    all_gather_wait,
+    release,
+    reduce_scatter_start,
+    reduce_scatter_wait,
+    read_start,
+    fetch_start,
+    evict,
+)
 
 
 def _ticket() -> torch.Tensor:
@@ -80,6 +95,18 @@ def _release(
     executor.current().release(bucket, dtype)
 
 
+def _read_start(channel: torch.Tensor, bucket: int) -> None:
+    executor.current().start_read(bucket)
+
+
+def _fetch_start(channel: torch.Tensor, bucket: int) -> None:
+    executor.current().start_fetch(bucket)
+
+
+def _evict(reduced: torch.Tensor, channel: torch.Tensor, bucket: int) -> torch.Tensor:
+    return executor.current().evict(bucket, reduced)
+
+
 def _keep(gathered: torch.Tensor) -> torch.Tensor:
     return gathered.clone(memory_format=torch.preserve_format)
 
@@ -102,6 +129,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "all_gather_start": _all_gather_start,
     "all_gather_wait": _all_gather_wait,
     "release": _release,
+    "read_start": _read_start,
+    "fetch_start": _fetch_start,
+    "evict": _evict,
     "keep": _keep,
     "reduce_scatter_start": _reduce_scatter_start,
     "reduce_scatter_wait": _reduce_scatter_wait,
@@ -143,6 +173,14 @@ def _fake_release(
     pass
 
 
+def _fake_start(channel: torch.Tensor, bucket: int) -> None:
+    pass
+
+
+def _fake_evict(reduced: torch.Tensor, channel: torch.Tensor, bucket: int) -> torch.Tensor:
+    return torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
+
+
 def _fake_keep(gathered: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gathered)
 
@@ -166,6 +204,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "all_gather_start": _fake_all_gather_start,
     "all_gather_wait": _fake_all_gather_wait,
     "release": _fake_release,
+    "read_start": _fake_start,
+    "fetch_start": _fake_start,
+    "evict": _fake_evict,
     "keep": _fake_keep,
     "reduce_scatter_start": _fake_reduce_scatter_start,
     "reduce_scatter_wait": _fake_reduce_scatter_wait,

@@ -25,6 +25,25 @@ class Stage(IntEnum):
     PARAMETERS = 3
 
 
+class Tier(StrEnum):
+    """Where state lives between its uses."""
+
+    DEVICE = "device"
+    HOST = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where one bucket's state lives: its parameter shards, and its optimizer state.
+
+    Reduced gradients go where the optimizer works: to the host unless its state is on the device.
+    """
+
+    parameters: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
+
+
 @dataclass(frozen=True)
 class Policy:
     """How a session keeps its state.
@@ -66,6 +85,9 @@ class StepKind(StrEnum):
     RELEASE = "release"
     REDUCE_SCATTER_START = "reduce_scatter_start"
     REDUCE_SCATTER_WAIT = "reduce_scatter_wait"
+    READ_START = "read_start"
+    FETCH_START = "fetch_start"
+    EVICT = "evict"
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,7 @@ class BucketPlan:
     world_size: int
     chunk: int
     slots: tuple[Slot, ...]
+    residence: Residence = Residence()
 
     @property
     def padded(self) -> int:
@@ -133,9 +156,11 @@ class BucketPlan:
     def gathered_bytes(self, dtype: torch.dtype) -> int:
         """Memory one gather of this bucket occupies.
 
-        One rank alone gathers nothing: it reads its own shard, unless a cast needs room.
+        One rank alone gathers nothing: it reads its own shard, unless that lies elsewhere or a cast
+        needs room.
         """
-        if self.world_size == 1 and dtype is self.torch_dtype:
+        here = self.residence.parameters is Tier.DEVICE
+        if self.world_size == 1 and dtype is self.torch_dtype and here:
             return 0
         return self.padded * dtype.itemsize
 
@@ -221,7 +246,7 @@ class Plan:
         """
         lines = [f"a {self.phase} graph"]
         for step in sorted(self.steps, key=lambda step: step.channel):
-            if step.channel is not Channel.COMPUTE and step.kind.endswith("_start"):
+            if step.kind in (StepKind.ALL_GATHER_START, StepKind.REDUCE_SCATTER_START):
                 slots = self.buckets[step.bucket].slots
                 names = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}"
                 what = f"bucket {step.bucket} ({names}), {step.bytes} bytes of {step.dtype}"
