@@ -146,7 +146,7 @@ def test_a_compiled_model_that_never_ran_is_named_with_its_first_parameters(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({1: True}, r"^names of options are strings, got 1\. Valid options: bf16, "),
+        ({1: True}, r"^names of options are strings, got 1\. Valid options: aio, bf16, "),
         ([("bf16", True)], r"^options: expected a dict of names and values, got \[\("),
         ({"bf16": {1: True}}, r"^option 'bf16': unknown key bf16\.1\. Valid keys: enabled\.$"),
         (

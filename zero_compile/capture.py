@@ -13,8 +13,10 @@ from torch.fx import GraphModule, Node
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
 from zero_compile.leaves import find_leaves, hold_leaves
+from zero_compile.offload import offload_of
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
+from zero_compile.planner.budget import Held
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
 from zero_compile.root import find_root, parameter_names, refuse_wrapper
 from zero_runtime import compat, ops
@@ -23,7 +25,9 @@ from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
 from zero_runtime.entry import Entry
 from zero_runtime.errors import OptionError, PlanError, UnsupportedError
-from zero_runtime.plan import BucketPlan, Policy, Stage
+from zero_runtime.offload import Offload
+from zero_runtime.optimizer import HOOKS
+from zero_runtime.plan import BucketPlan, Policy, Stage, dtype_name
 from zero_runtime.session import Session, session_of
 
 _DEFAULT_LAYOUT = LayoutPolicy()
@@ -102,11 +106,7 @@ class Capture:
             for number in [parameter_number(g)]
         ]
         for group in group_uses(uses, policy):
-            bucket = Bucket(
-                plan_bucket(group, self.session.group.world_size),
-                self.session.group,
-                self.session.policy,
-            )
+            bucket = self.session.bucket(plan_bucket(group, self.session.group.world_size))
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
             self._number(parameter_number(gather))
@@ -168,17 +168,25 @@ def _session_for(
     Raises:
         UnsupportedError: they are partitioned in another way than this.
     """
+    parameters = list(parameters)
     owners = dict.fromkeys(session_of(p) for p in parameters)
     known = [session for session in owners if session is not None]
     group, policy = group or _group(options), _policy(options, stage)
+    held = [
+        Held(p.numel(), dtype_name(p.dtype), p.requires_grad) for p in dict.fromkeys(parameters)
+    ]
+    offload = offload_of(options, held, policy, group.world_size)
     for session in known:
-        _refuse_another_way(session, policy, group)
-    return (
-        known[0] if known else Session(group, partial(lay_out_rest, policy=options.layout), policy)
-    )
+        _refuse_another_way(session, policy, group, offload)
+    if known:
+        return known[0]
+    session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
+    if isinstance(options.update_in_backward, torch.optim.Optimizer):
+        session.updates.meet(HOOKS.offloaded_part(options.update_in_backward))
+    return session
 
 
-def _refuse_another_way(session: Session, policy: Policy, group: Group) -> None:
+def _refuse_another_way(session: Session, policy: Policy, group: Group, offload: Offload) -> None:
     known = session.policy
     if known.stage is not policy.stage:
         raise UnsupportedError(
@@ -193,6 +201,7 @@ def _refuse_another_way(session: Session, policy: Policy, group: Group) -> None:
         ),
         ("reduce_dtype", known.reduce_dtype, policy.reduce_dtype),
         ("the ranks of group or mesh", _ranks(session.group), _ranks(group)),
+        ("what is offloaded", session.offload.what, offload.what),
     ):
         if before != now:
             raise UnsupportedError(

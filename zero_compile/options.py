@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from pydantic import (
     AliasChoices,
@@ -18,9 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_compile.layout import LayoutPolicy
+from zero_compile.offload import OffloadOptimizer, OffloadParam
 from zero_compile.planner.budget import parse_bytes
 from zero_compile.precision import precision_section
 from zero_runtime.errors import OptionError
+from zero_runtime.swap import AioConfig
 
 #: DeepSpeed's names of options that have another here.
 ALIASES = {"communication_data_type": "reduce_dtype"}
@@ -113,6 +116,29 @@ class Options(BaseModel):
     """Modules gathered whole before their forward, so that ranks may take different ways inside: classes,
     class names, or names within the model. One alone need not stand in a list."""
 
+    offload_param: OffloadParam = OffloadParam()
+    """Where parameter shards live between their uses; DeepSpeed's section, as the next one."""
+
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    """Where optimizer state lives; the optimizer then steps on the host."""
+
+    host_memory: int | None = Field(default=None, gt=0)
+    """Bytes (or as in ``"64GiB"``) of host memory that one rank may use. With ``device_memory``, and no
+    section that says otherwise, state that the device has no room for goes there, and then to NVMe.
+    """
+
+    nvme_path: str | tuple[str, ...] | list[str] | None = None
+    """Folders on local disks for what goes to NVMe; several share every tensor."""
+
+    aio: AioConfig = AioConfig()
+    """How swap files are read and written; DeepSpeed's section."""
+
+    update_in_backward: Any = False
+    """Step each offloaded bucket as soon as backward has reduced its gradient, which is then never whole in
+    memory. For loops that do nothing with gradients between ``backward()`` and ``step()``: True, from
+    the second step on, or the optimizer itself, from the first.
+    """
+
     record: bool = False
     """Keep the real timeline of the last step: ``zero_compile.timelines(model)``."""
 
@@ -126,7 +152,19 @@ class Options(BaseModel):
             precision_section(str(info.field_name), value) if isinstance(value, Mapping) else value
         )
 
-    @field_validator("device_memory", mode="before")
+    @field_validator("aio", mode="before")
+    @classmethod
+    def _aio(cls, value: Any) -> Any:
+        return AioConfig.from_mapping(value) if isinstance(value, Mapping) else value
+
+    @field_validator("update_in_backward")
+    @classmethod
+    def _optimizer(cls, value: Any) -> Any:
+        if not isinstance(value, bool | torch.optim.Optimizer):
+            raise ValueError(f"expected True, False or an optimizer, got {value!r}")
+        return value
+
+    @field_validator("device_memory", "host_memory", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
         return parse_bytes(value) if isinstance(value, str) else value

@@ -1,23 +1,26 @@
 """What a compiled model holds and runs, read from real storages and from its plans."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zero_runtime.errors import ZeroError
-from zero_runtime.gradient import ShardedGradient
-from zero_runtime.plan import Plan
+from zero_runtime.gradient import ShardedGradient, SpentGradient
+from zero_runtime.plan import Plan, Tier
 from zero_runtime.recorder import Recorder
 from zero_runtime.session import Session, session_of
+from zero_runtime.shelf import Shelf
 from zero_runtime.timeline import Timeline
 
 
 class MemoryReport(NamedTuple):
     """Bytes on this rank, each storage counted once.
 
-    ``optimizer`` includes float32 master weights; ``whole_parameters`` is the unsharded model.
+    ``parameters``, ``gradients`` and ``optimizer`` are on the device; ``optimizer`` includes float32 master
+    weights. ``host`` is what is kept of all three in host memory, ``nvme`` what swap files hold.
+    ``whole_parameters`` is the unsharded model.
     """
 
     parameters: int
@@ -26,6 +29,8 @@ class MemoryReport(NamedTuple):
     gathered_peak: int
     gathered_planned: int
     whole_parameters: int
+    host: int = 0
+    nvme: int = 0
 
 
 def sessions(model: nn.Module) -> list[Session]:
@@ -74,27 +79,71 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     owners = sessions(model)
     parameters = list(model.parameters())
-    buckets = [b for s in owners for b in s.buckets]
-    shards = [b.memory for b in buckets]
-    masters = [b.stepped for b in buckets if b.has_master]
-    states = optimizer.state.values() if optimizer is not None else ()
-    state = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    gathered = [s.gathered_bytes() for s in owners]
+    buckets = [bucket for session in owners for bucket in session.buckets]
+    weights, masters = zip(*(bucket.shelves for bucket in buckets), strict=True)
+    states = _Sides.of(_states(parameters, optimizer))
+    gradients = _Sides.of(_gradients(parameters))
+    gathered = [session.gathered_bytes() for session in owners]
     return MemoryReport(
-        parameters=storage_bytes([*shards, *parameters]),
-        gradients=storage_bytes(_local(p.grad) for p in parameters if p.grad is not None),
-        optimizer=storage_bytes([*state, *masters]),
+        parameters=storage_bytes([*_held(weights, here=True), *parameters]),
+        gradients=storage_bytes(gradients.device),
+        optimizer=storage_bytes([*states.device, *_held(masters, here=True)]),
         gathered_peak=max(g.peak for g in gathered),
         gathered_planned=max(g.planned for g in gathered),
         whole_parameters=sum(p.numel() * p.element_size() for p in parameters),
+        host=storage_bytes(
+            [*gradients.host, *states.host, *_held((*weights, *masters), here=False)]
+        ),
+        nvme=sum(session.depot.swapped_bytes for session in owners),
     )
+
+
+class _Sides(NamedTuple):
+    """Tensors by where they are."""
+
+    device: list[torch.Tensor]
+    host: list[torch.Tensor]
+
+    @staticmethod
+    def of(placed: Iterable[tuple[torch.Tensor, bool]]) -> "_Sides":
+        pairs = list(placed)
+        return _Sides([t for t, off in pairs if not off], [t for t, off in pairs if off])
+
+
+def _held(shelves: Iterable[Shelf], *, here: bool) -> list[torch.Tensor]:
+    """What shelves have in memory: on the device, or (``here`` off) on the host."""
+    return [
+        shelf.held
+        for shelf in shelves
+        if shelf.held is not None and (shelf.tier is Tier.DEVICE) is here
+    ]
+
+
+def _states(
+    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Optimizer state in memory, and whether it is off the device."""
+    for parameter in parameters if optimizer is not None else ():
+        session = session_of(parameter)
+        entry = session.entry(parameter) if session is not None else None
+        off = entry is not None and entry.placed and entry.place.bucket.steps_on_host
+        assert optimizer is not None
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, torch.Tensor):
+                yield value, off
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Gradients, and whether they are off the device."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            yield gradient.local, gradient.place.bucket.evicts
+        elif gradient is not None and not isinstance(gradient, SpentGradient):
+            yield gradient, False
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.local if isinstance(gradient, ShardedGradient) else gradient

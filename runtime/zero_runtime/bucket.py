@@ -9,8 +9,11 @@ import torch
 from zero_runtime import native
 from zero_runtime.buffers import flat_buffer, in_memory_order, lies_as
 from zero_runtime.collectives import Group, Transfer
+from zero_runtime.depot import Depot, Moving
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.plan import BucketPlan, Policy, Slot, Stage, dtype_of
+from zero_runtime.offload import Offload
+from zero_runtime.plan import BucketPlan, Policy, Slot, Stage, Tier, dtype_of
+from zero_runtime.shelf import Shelf
 
 
 class Flight(NamedTuple):
@@ -29,14 +32,20 @@ _DEFAULT = Policy()
 
 
 class Bucket:
-    """Owns this rank's part of every parameter in the bucket.
+    """Owns this rank's part of every parameter in the bucket, on the tiers that its plan names.
 
     ``serial`` counts buckets in the order in which the process makes them, which all ranks share.
     """
 
     _serials = itertools.count()
 
-    def __init__(self, plan: BucketPlan, group: Group, policy: Policy = _DEFAULT) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        group: Group,
+        policy: Policy = _DEFAULT,
+        depot: Depot | None = None,
+    ) -> None:
         self.plan = plan
         self.policy = policy
         self.stage = policy.stage
@@ -46,16 +55,35 @@ class Bucket:
         self._transport = group.transport(self.device, self.serial)
         self.compared = False
         """Whether the ranks have compared the values they put in."""
-        self._memory: torch.Tensor | None = None
-        self._master: torch.Tensor | None = None
+        self.depot = depot if depot is not None else Depot(Offload())
+        numel = plan.padded if self.stays_whole else plan.chunk
+        self._weights = self._shelf("weights", numel, plan.torch_dtype, plan.residence.parameters)
+        self._masters = self._shelf("masters", plan.chunk, torch.float32, plan.residence.optimizer)
+        self._fetching: Moving | None = None
+        self._stepped: torch.Tensor | None = None
         self._unreduced: torch.Tensor | None = None
         self.waiting: set[Slot] = set()
         """Slots whose gradients were kept whole and await the next reduction."""
 
+    def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
+        return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier)
+
+    def name_of(self, what: str) -> str:
+        """How ``what`` of this bucket is called on NVMe, and in messages about it."""
+        first, last = self.plan.slots[0].name, self.plan.slots[-1].name
+        return (
+            f"{what} of bucket {self.serial} ({first if first == last else f'{first} to {last}'})"
+        )
+
+    @property
+    def shelves(self) -> tuple[Shelf, Shelf]:
+        """What holds parameters: the shard (at stages 1 and 2 all), and float32 masters, unused without them."""
+        return self._weights, self._masters
+
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's elements, ``[chunk]`` of the storage dtype; zeros where nothing was stored."""
-        return self._own_part(self.memory) if self.stays_whole else self.memory
+        """This rank's elements, ``[chunk]`` of the storage dtype, for reading; zeros where nothing was stored."""
+        return self._own(self._weights.read())
 
     @property
     def stays_whole(self) -> bool:
@@ -66,30 +94,23 @@ class Bucket:
     def flat(self) -> torch.Tensor:
         """All elements, ``[padded]``, at the stages that hold them."""
         assert self.stays_whole
-        return self.memory
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """What this rank holds. Allocated at first use: a bucket is planned while tensors are fake."""
-        if self._memory is None:
-            numel = self.plan.padded if self.stays_whole else self.plan.chunk
-            self._memory = torch.zeros(numel, dtype=self.plan.torch_dtype, device=self.device)
-        return self._memory
-
-    @property
-    def stepped(self) -> torch.Tensor:
-        """What optimizers step on, ``[chunk]``: float32 master weights, or the shard itself."""
-        if not self.has_master:
-            return self.shard
-        if self._master is None:
-            self._master = self.shard.float()
-        return self._master
+        return self._weights.edit()
 
     @property
     def has_master(self) -> bool:
         """Whether the bucket keeps float32 copies of 16-bit shards."""
         dtype = self.plan.torch_dtype
         return self.policy.master_weights and dtype.is_floating_point and dtype.itemsize == 2
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether its optimizer state, and so its step, are in host memory."""
+        return self.plan.residence.optimizer is not Tier.DEVICE
+
+    @property
+    def lives_on_host(self) -> bool:
+        """Whether its shard is off the device."""
+        return self.plan.residence.parameters is not Tier.DEVICE
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -99,20 +120,107 @@ class Bucket:
         dtype = self.plan.torch_dtype
         return torch.float32 if self.has_master and dtype is torch.float16 else dtype
 
-    def take_over_step(self) -> None:
-        """After a step: round the master weights into the shard."""
-        if self._master is not None:
-            self.shard.copy_(self._master)
+    # -------------------------------------------------------------- the optimizer's step
+
+    def open_step(self) -> torch.Tensor:
+        """What the optimizer updates in place, ``[chunk]``: float32 masters, the shard, or a copy of it
+        where the optimizer works. The shard changes at :meth:`close_step`.
+        """
+        if self._stepped is None:
+            self._stepped = self._to_step_on()
+        return self._stepped
+
+    def _to_step_on(self) -> torch.Tensor:
+        if self.has_master:
+            fresh = not self._masters.used
+            masters = self._masters.edit()
+            return masters.copy_(self.shard) if fresh else masters
+        if self.lives_on_host == self.steps_on_host:
+            return self._own(self._weights.edit())
+        if self.steps_on_host:
+            return self.depot.to_host(self.shard).land()
+        return self.depot.to_device(self.shard, self.device).land()
+
+    def close_step(self, rounded: bool = False) -> None:
+        """The shard takes over what was stepped on; ``rounded``: it has already."""
+        stepped, self._stepped = self._stepped, None
+        apart = self.has_master or self.lives_on_host != self.steps_on_host
+        if stepped is not None and apart and not rounded:
+            self._own(self._weights.edit()).copy_(stepped)
+
+    @property
+    def stepped_shelves(self) -> tuple[Shelf, ...]:
+        """What :meth:`open_step` reads."""
+        return (self._masters,) if self.has_master and self._masters.used else (self._weights,)
+
+    def room_for_rounded(self) -> torch.Tensor:
+        """Host memory ``[chunk]`` for rounded masters, to be filled and given to :meth:`take_rounded`."""
+        if self.lives_on_host:
+            return self._weights.overwrite()
+        return self.depot.host(self.plan.chunk, self.plan.torch_dtype)
+
+    def take_rounded(self, rounded: torch.Tensor) -> None:
+        """The shard becomes ``rounded``."""
+        if not self.lives_on_host:
+            self._own(self._weights.edit()).copy_(rounded)
+
+    def put_away(self) -> None:
+        """Write what lives on NVMe and has changed, and free its memory; nothing while a step is open."""
+        if self._stepped is not None:
+            return
+        for transfer in [shelf.put_away() for shelf in self.shelves]:
+            transfer.wait()
+        self.depot.slots.give(self)
+
+    # -------------------------------------------------------------- from NVMe and host to the device
+
+    def start_read(self) -> None:
+        """Start reading the shard from NVMe, if it is there and a slot in host memory is free."""
+        if self._weights.away and self._fetching is None and self.depot.slots.take(self):
+            self._weights.start_load()
+
+    def start_fetch(self) -> None:
+        """Start copying the shard to the device, if it is not there."""
+        if self.lives_on_host and self._fetching is None:
+            self._fetching = self.depot.to_device(self._weights.read(), self.device)
+
+    def _here(self) -> torch.Tensor:
+        """The shard on the device: where it lives, or as fetched for one gather."""
+        if not self.lives_on_host:
+            return self.shard
+        self.start_fetch()
+        fetched, self._fetching = self._fetching, None
+        assert fetched is not None
+        fetched.wait()
+        self.put_away()
+        return fetched.tensor
+
+    def drop_fetch(self) -> None:
+        """What was fetched ahead is about to be out of date."""
+        if self._fetching is not None:
+            self._fetching.land()
+            self._fetching = None
+
+    def evict(self, reduced: torch.Tensor) -> Moving:
+        """Start moving a reduced gradient to where the bucket's optimizer works."""
+        return self.depot.to_host(reduced)
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what the shelf of weights holds."""
+        return self._own_part(flat) if self.stays_whole else flat
 
     def _own_part(self, padded: torch.Tensor) -> torch.Tensor:
         return padded.narrow(0, self.group.rank * self.plan.chunk, self.plan.chunk)
 
+    # -------------------------------------------------------------- one parameter of it
+
     def store(self, slot: Slot, whole: torch.Tensor) -> None:
         """Keep this rank's part of ``whole``, a tensor of the slot's logical shape."""
+        self.drop_fetch()
         part = self.part_of(slot, whole)
-        self.local(slot, self.shard).copy_(part)
-        if self._master is not None:
-            self.local(slot, self._master).copy_(part)
+        self.local(slot, self._own(self._weights.edit())).copy_(part)
+        if self.has_master and self._masters.used:
+            self.local(slot, self._masters.edit()).copy_(part)
 
     def part_of(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``whole`` (of the slot's logical shape), flat."""
@@ -132,11 +240,12 @@ class Bucket:
 
     def start_gather(self, dtype: torch.dtype) -> Flight:
         """Start gathering the bucket in ``dtype``; it arrives as ``[padded]``."""
+        shard = self._here()
         if self.group.world_size == 1 and dtype is self.plan.torch_dtype:
-            return Flight(self.shard, self._transport.all_gather(self.shard, self.shard))
+            return Flight(shard, self._transport.all_gather(shard, shard))
         gathered = flat_buffer(self.plan.padded, dtype, self.device)
         own = self._own_part(gathered)
-        own.copy_(self.shard)
+        own.copy_(shard)
         return Flight(gathered, self._transport.all_gather(gathered, own))
 
     def start_refresh(self) -> Flight:
@@ -161,6 +270,16 @@ class Bucket:
             self._unreduced = None
             self.waiting.clear()
         return self._send(packed, shard)
+
+    def reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As :meth:`start_reduce`, waited for, and moved to where the optimizer works."""
+        reduced = self.start_reduce(slots, gradients).land()
+        return self.evict(reduced).land() if self.evicts else reduced
+
+    @property
+    def evicts(self) -> bool:
+        """Whether reduced gradients leave the device."""
+        return self.steps_on_host and self.stage is not Stage.OPTIMIZER
 
     def _send(self, packed: torch.Tensor, shard: torch.Tensor) -> Flight:
         if self.stage is Stage.OPTIMIZER:

@@ -8,7 +8,7 @@ from torch import nn
 
 from zero_runtime.buffers import husk, sum_of_bits
 from zero_runtime.errors import ZeroError
-from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.plan import Stage
 
 
@@ -23,6 +23,8 @@ class ParameterState(Enum):
     """In a bucket. At stage 3 the user's object holds no memory; before, it is a view of the bucket."""
     STEPPING = auto()
     """Inside ``optimizer.step()``: the user's object is this rank's flat shard."""
+    ASIDE = auto()
+    """Inside ``optimizer.step()``: the stock update does not see it, ours follows."""
 
 
 class Entry:
@@ -68,7 +70,7 @@ class Entry:
         """Whether the user's object holds every element."""
         if self.state is ParameterState.SHARDED:
             return self.place.bucket.stays_whole
-        return self.state is not ParameterState.STEPPING
+        return self.state not in (ParameterState.STEPPING, ParameterState.ASIDE)
 
     def guard(self, kind: type[nn.Parameter]) -> None:
         """Make the object a ``kind`` that keeps its memory."""
@@ -110,7 +112,7 @@ class Entry:
     def _as_kept(self, gradient: torch.Tensor) -> torch.Tensor:
         """A whole gradient in the form in which the stage keeps gradients."""
         bucket, slot = self.place
-        if isinstance(gradient, ShardedGradient) or bucket.stage is Stage.OPTIMIZER:
+        if isinstance(gradient, ShardedGradient | SpentGradient) or bucket.stage is Stage.OPTIMIZER:
             return gradient
         return ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
 
@@ -119,31 +121,61 @@ class Entry:
 
         A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
         """
+        self.step_aside()
+        self.step_now()
+
+    def step_now(self) -> None:
+        """A parameter set aside becomes its flat shard, with its gradient."""
         parameter = self.parameter
         assert parameter is not None
         bucket, slot = self.place
+        parameter.data = bucket.local(slot, bucket.open_step())
+        self.state = ParameterState.STEPPING
+        if self._gradient is not None and parameter.numel():
+            parameter.grad = self.own_gradient.to(parameter.data)
+
+    def stepped(self) -> None:
+        """The inverse of :meth:`step_now`: the shard's memory is free."""
+        parameter = self.parameter
+        assert parameter is not None
+        assert self._home is not None
+        parameter.grad = None
+        parameter.data = self._home
+        self.state = ParameterState.ASIDE
+
+    def step_aside(self) -> None:
+        """Hide the gradient from the optimizer, which then skips the parameter."""
+        parameter = self.parameter
+        assert parameter is not None
         self._gradient = parameter.grad
         parameter.__class__ = nn.Parameter
         parameter.grad = None
-        parameter.data = bucket.local(slot, bucket.stepped)
-        self.state = ParameterState.STEPPING
         if self._gradient is not None:
             self._gradient = self._as_kept(self._gradient)  # a script may have set a whole one
-        if self._gradient is not None and parameter.numel():
-            gradient = self._gradient
-            if isinstance(gradient, ShardedGradient):
-                gradient = gradient.local
-            else:
-                gradient = bucket.part_of(slot, gradient)
-            parameter.grad = gradient.to(parameter.dtype)
+        self.state = ParameterState.ASIDE
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether a gradient waits for an update of ours."""
+        gradient = self._gradient
+        waits = gradient is not None and not isinstance(gradient, SpentGradient)
+        return self.state is ParameterState.ASIDE and waits
+
+    @property
+    def own_gradient(self) -> torch.Tensor:
+        """Inside a step: this rank's elements ``[n]`` of the gradient."""
+        assert self._gradient is not None
+        if isinstance(self._gradient, ShardedGradient):
+            return self._gradient.local
+        return self.place.bucket.part_of(self.place.slot, self._gradient)
 
     def end_step(self, kind: type[nn.Parameter]) -> None:
         """The inverse of :meth:`begin_step`."""
         parameter = self.parameter
-        if parameter is None or self.state is not ParameterState.STEPPING:
+        if parameter is None or self.state not in (ParameterState.STEPPING, ParameterState.ASIDE):
             return
         assert self._home is not None
-        if parameter.numel() and parameter.grad is None:
+        if self.state is ParameterState.STEPPING and parameter.numel() and parameter.grad is None:
             self._gradient = None  # cleared while it was a shard
         parameter.grad = None
         parameter.data = self._home

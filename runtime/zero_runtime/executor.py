@@ -8,10 +8,12 @@ import torch
 
 from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.buffers import husk
 from zero_runtime.collectives import Done
+from zero_runtime.depot import Moving
 from zero_runtime.errors import PlanError
-from zero_runtime.gradient import Place
-from zero_runtime.plan import Phase, Plan, StepKind
+from zero_runtime.gradient import Place, SpentGradient
+from zero_runtime.plan import Phase, Plan, Slot, StepKind
 from zero_runtime.session import Session
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
@@ -59,6 +61,8 @@ class Executor:
         self._flights: dict[tuple[StepKind, int], Flight] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._gathered = 0
+        self._reduced: dict[int, list[Slot]] = {}
+        self._evicting: list[Moving] = []
         self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
         self._digest = digest_of(self._outline)
         self._opening = [(self._buckets[b], dtype) for b, dtype in plan.opening()]
@@ -72,6 +76,7 @@ class Executor:
         self._cursor, self._gathered = 0, 0
         if self.plan.phase is Phase.FORWARD:
             self.session.opening = self._opening
+            self.session.updates.expect(self._buckets)
         token = _current.set(self)
         self.session.observer.begin(self.plan)
         try:
@@ -141,6 +146,7 @@ class Executor:
         """Start averaging whole gradients of some of the bucket's slots."""
         self._advance(StepKind.REDUCE_SCATTER_START, bucket)
         places = [self._buckets[bucket].plan.slots[i] for i in slots]
+        self._reduced[bucket] = places
         if not self.session.synchronise:
             self._buckets[bucket].keep_whole(places, gradients)
             flight = Flight(self._buckets[bucket].empty_shard(), Done())
@@ -167,7 +173,11 @@ class Executor:
     def evict(self, bucket: int, reduced: torch.Tensor) -> torch.Tensor:
         """Move a reduced gradient of the bucket to the host; it is there when the graph has run."""
         self._advance(StepKind.EVICT, bucket)
-        return self._buckets[bucket].evict(reduced)
+        moving = self._buckets[bucket].evict(reduced)
+        if self.session.updates.take(self._buckets[bucket], self._reduced[bucket], moving):
+            return husk(moving.tensor)
+        self._evicting.append(moving)
+        return moving.tensor
 
     # -------------------------------------------------------------- order
 
@@ -193,6 +203,9 @@ class Executor:
         return landed
 
     def _finish(self) -> None:
+        for moving in self._evicting:
+            moving.land()
+        self._evicting.clear()
         for bucket in self.plan.early:
             flight = self._flights.pop((StepKind.ALL_GATHER_START, bucket), None)
             if flight is not None:
@@ -210,6 +223,7 @@ class Executor:
         """After a failure, keep what is in flight alive: its memory may still be written to."""
         self.session.abandoned.extend(self._flights.values())
         self._flights.clear()
+        self._evicting.clear()
 
     def _with_gradients(self, outputs: Sequence[Any]) -> list[Any]:
         result = list(outputs)
@@ -220,6 +234,8 @@ class Executor:
     def _gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor | None:
         if not self.session.synchronise:
             return None  # whole, in its bucket, until the next reduction
+        if self.session.updates.has(place.bucket):
+            return SpentGradient(place)
         return self.session.reduced_gradient(place, reduced)
 
 

@@ -92,6 +92,43 @@ class ShardedGradient(torch.Tensor):
         return handler(func, args, kwargs)
 
 
+class SpentGradient(torch.Tensor):
+    """Stands in ``p.grad`` for a gradient that an update inside backward has consumed.
+
+    It can be dropped, and nothing else: what would use it is refused.
+    """
+
+    place: Place
+
+    @staticmethod
+    def __new__(cls, place: Place) -> "SpentGradient":
+        bucket, slot = place
+        wrapper: SpentGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, slot.shape, strides=slot.stride, dtype=bucket.gradient_dtype, device=bucket.device
+        )
+        wrapper.place = place
+        return wrapper
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SpentGradient({self.place.slot.name}, shape={tuple(self.shape)})"
+
+    @classmethod
+    @compat.outside_dynamo
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        spent = next(x for x in _leaves([args, kwargs]) if isinstance(x, SpentGradient))
+        if func in (aten.detach.default, aten.alias.default):
+            return SpentGradient(spent.place)
+        raise UnsupportedError(
+            f"{func} reads the gradient of {spent.place.slot.name}, which was consumed by its update inside "
+            "backward. Clipping, loss scaling and gradient accumulation (two backwards before a step) need "
+            "the option 'update_in_backward' off; zero_grad() must set gradients to None, its default."
+        )
+
+
 class PendingNorm(torch.Tensor):
     """Norms of gradients before they are completed over the ranks.
 

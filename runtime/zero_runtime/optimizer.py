@@ -16,6 +16,8 @@ from torch.optim.optimizer import (
 from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
 from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.offload import ON_DEVICE
+from zero_runtime.offloaded import OffloadedOptimizer
 from zero_runtime.session import Session, session_of
 
 Closure = Callable[[], Any]
@@ -36,20 +38,48 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
+PartOf = Callable[[torch.optim.Optimizer, Sequence[Session]], OffloadedOptimizer | None]
+
+
 class _Stepping:
     """One ``step()`` under way."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sessions: Sequence[Session]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, part: PartOf) -> None:
         self.optimizer = optimizer
-        self._sessions = sessions
+        self._part_of = part
+        self._sessions: list[Session] = []
+        self._offloaded: OffloadedOptimizer | None = None
         self._rescue: Any = None
 
     def begin(self) -> None:
-        """Parameters become shards. Should the step fail, the next module call brings them back."""
+        """Parameters become shards. Should the step fail, the next module call brings them back.
+
+        A closure may be what partitions them: its forward may be the model's first.
+        """
+        self._sessions = list(dict.fromkeys(session for session, _ in _partitioned(self.optimizer)))
+        if not self._sessions:
+            return
+        refuse_unless_elementwise(self.optimizer)
+        for session in self._sessions:
+            session.settle()
+        _check_stamps(self.optimizer, self._sessions[0].group)
+        self._offloaded = self._part_of(self.optimizer, self._sessions)
         for session, parameter in list(_partitioned(self.optimizer)):
-            _cut_state(self.optimizer, session, parameter)
-            session.begin_step([parameter])
+            self._take(session, parameter)
         self._rescue = register_module_forward_pre_hook(lambda module, args: self.end())
+
+    def _take(self, session: Session, parameter: nn.Parameter) -> None:
+        _cut_state(self.optimizer, session, parameter)
+        bucket = session.entry(parameter).place.bucket
+        if self._offloaded is not None and self._offloaded.takes(bucket):
+            session.step_aside(parameter)
+        else:
+            session.begin_step([parameter])
+
+    def update(self) -> None:
+        """Our part, after the stock step."""
+        if self._offloaded is not None:
+            self._offloaded.update()
 
     def end(self) -> None:
         """Parameters become whole again, to the eye. Idempotent."""
@@ -85,6 +115,8 @@ class StepHooks:
         self._handles: list[Any] = []
         self._inspect: Callable[[torch.optim.Optimizer], None] | None = None
         self._inspected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedOptimizer]
+        self._offloaded = weakref.WeakKeyDictionary()
 
     def install(self, inspect: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
         """Hook every optimizer of the process. Idempotent.
@@ -104,25 +136,38 @@ class StepHooks:
         if self._inspect is not None and optimizer not in self._inspected:
             self._inspect(optimizer)
             self._inspected.add(optimizer)
-        sessions = list(dict.fromkeys(session for session, _ in _partitioned(optimizer)))
-        if not sessions:
-            return None
-        refuse_unless_elementwise(optimizer)
-        for session in sessions:
-            session.settle()
-        _check_stamps(optimizer, sessions[0].group)
-        stepping = _Stepping(optimizer, sessions)
-        self._under_way.append(stepping)
-        stepping.begin()
         closure = _closure_of(args, kwargs)
+        if closure is None and not any(True for _ in _partitioned(optimizer)):
+            return None
+        stepping = _Stepping(optimizer, self.offloaded)
+        stepping.begin()
+        self._under_way.append(stepping)
         return None if closure is None else ((optimizer, stepping.outside(closure)), {})
+
+    def offloaded(
+        self, optimizer: torch.optim.Optimizer, sessions: Sequence[Session]
+    ) -> OffloadedOptimizer | None:
+        """What updates the optimizer's buckets off the device; None if it has none."""
+        if not any(session.offload.optimizer != ON_DEVICE for session in sessions):
+            return None
+        part = self.offloaded_part(optimizer)
+        return part if part.meet() else None
+
+    def offloaded_part(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
+        """The optimizer's part off the device, whatever is in it yet."""
+        if optimizer not in self._offloaded:
+            self._offloaded[optimizer] = OffloadedOptimizer(optimizer)
+        return self._offloaded[optimizer]
 
     @outside_dynamo
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch after ``step``; steps that ended in an exception are dropped on the way."""
         while any(stepping.optimizer is optimizer for stepping in self._under_way):
             stepping = self._under_way.pop()
-            stepping.end()
+            try:
+                stepping.update()
+            finally:
+                stepping.end()
             stepping.refresh()
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,19 @@ from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight, refuse_sparse
 from zero_runtime.carried import Carried
 from zero_runtime.collectives import Group
+from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
+from zero_runtime.errors import UnsupportedError
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
+from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
 from zero_runtime.recorder import Observer, Recorder, Silent
+from zero_runtime.updates import Updates
+
+_STAYS = Offload()
 
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
@@ -34,9 +41,16 @@ class GatheredBytes(NamedTuple):
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(self, group: Group, lay_out: LayOut, policy: Policy) -> None:
+    def __init__(
+        self, group: Group, lay_out: LayOut, policy: Policy, offload: Offload = _STAYS
+    ) -> None:
         self.group = group
         self.policy = policy
+        self.offload = offload
+        self.depot = Depot(offload)
+        self._residences = Residences(offload)
+        self.updates = Updates(offload.in_backward)
+        """Buckets that are updated inside backward."""
         self.stage = policy.stage
         self._lay_out = lay_out
         self.entries: list[Entry] = []
@@ -90,6 +104,12 @@ class Session:
         """Whether the parameter is of this session."""
         return parameter in self._by_parameter
 
+    def bucket(self, plan: BucketPlan) -> Bucket:
+        """A bucket for ``plan``, which says where its state lives once this returns."""
+        trainable = any(slot.trainable for slot in plan.slots)
+        placed = replace(plan, residence=self._residences.of(plan.chunk, trainable))
+        return Bucket(placed, self.group, self.policy, self.depot)
+
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
         """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`."""
         self.buckets.append(bucket)
@@ -99,9 +119,14 @@ class Session:
     @torch.no_grad()
     def partition(self) -> None:
         """Keep this rank's part of every placed parameter and free the rest."""
+        members: dict[Bucket, list[Entry]] = {}
         for entry in self.entries:
             if entry.placed:
+                members.setdefault(entry.place.bucket, []).append(entry)
+        for bucket, entries in members.items():
+            for entry in entries:
                 entry.shard(self._class)
+            bucket.put_away()
 
     def guard(self, entries: Iterable[Entry]) -> None:
         """Watch over parameters outside the graph: eager code that trains them has them averaged."""
@@ -135,7 +160,7 @@ class Session:
     def _reduce_waiting(self, bucket: Bucket) -> None:
         waiting = set(bucket.waiting)
         self._agree(f"a reduction that no_sync put off, bucket {bucket.serial}")
-        shard = bucket.start_reduce([], []).land()
+        shard = bucket.reduce([], [])
         for entry in self.entries:
             parameter = entry.parameter
             if parameter is None or not entry.placed or entry.place.bucket is not bucket:
@@ -146,11 +171,23 @@ class Session:
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
-        self.finish_refresh()
-        self.carried.drop()
-        self._stepping = True
+        self._freeze()
         for parameter in parameters:
             self.entry(parameter).begin_step()
+
+    def step_aside(self, parameter: nn.Parameter) -> None:
+        """Take a parameter out of the stock ``step()``: its gradient waits for an update of our own."""
+        self._freeze()
+        self.entry(parameter).step_aside()
+
+    def _freeze(self) -> None:
+        """Values are about to change: nothing gathered or fetched stays."""
+        self.finish_refresh()
+        self.carried.drop()
+        if self.offload.active:
+            for bucket in self.buckets:
+                bucket.drop_fetch()
+        self._stepping = True
 
     def end_step(self) -> None:
         """Bring back every parameter that is still a shard (also after an exception inside ``step()``)."""
@@ -158,16 +195,18 @@ class Session:
             return
         for entry in self.entries:
             entry.end_step(self._class)
+        for bucket in self.buckets:
+            bucket.close_step()
+            bucket.put_away()
         self._stepping = False
 
     def start_refresh(self) -> None:
-        """After a step: round master weights, and start the gathers that come first now.
+        """After a step: start the gathers that come first now.
 
         At stages 1 and 2 those of all that was updated, at stage 3 those that open the next forward.
         """
         self._steps += 1
-        for bucket in self.buckets:
-            bucket.take_over_step()
+        self.updates.reset()
         if self.stage is Stage.PARAMETERS:
             self._open_next_forward()
         else:
@@ -175,7 +214,9 @@ class Session:
 
     def _open_next_forward(self) -> None:
         for bucket, dtype in self.opening:
-            if (bucket, dtype) not in self.carried:
+            if bucket.lives_on_host:  # on its way at least: a gather would have to wait for it here
+                bucket.start_read()
+            elif (bucket, dtype) not in self.carried:
                 self.carried.put(bucket, dtype, bucket.start_gather(dtype))
 
     def state(self, buckets: Sequence[Bucket]) -> list[str]:
@@ -186,6 +227,7 @@ class Session:
 
     def finish_refresh(self) -> None:
         """Before parameters are read again."""
+        self.updates.finish()
         for flight in self._refreshing:
             flight.land()
         self._refreshing.clear()
@@ -216,6 +258,7 @@ class Session:
         bucket, slot = entry.place
         self.carried.drop()
         bucket.store(slot, whole)
+        bucket.put_away()
 
     def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
         """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective.
@@ -226,6 +269,7 @@ class Session:
             UnsupportedError: the gradient is sparse.
         """
         refuse_sparse(entry.name, gradient)
+        self._refuse_late(entry)
         if not entry.placed or self.stage is Stage.OPTIMIZER:
             self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             return self.group.average(gradient.clone())
@@ -234,7 +278,14 @@ class Session:
             bucket.keep_whole([slot], [gradient])
             return None
         self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
-        return self.reduced_gradient(entry.place, bucket.start_reduce([slot], [gradient]).land())
+        return self.reduced_gradient(entry.place, bucket.reduce([slot], [gradient]))
+
+    def _refuse_late(self, entry: Entry) -> None:
+        if entry.placed and self.updates.has(entry.place.bucket):
+            raise UnsupportedError(
+                f"{entry.name} was updated inside backward, and code outside the compiled graphs has a "
+                "further gradient for it: turn the option 'update_in_backward' off."
+            )
 
     @torch.no_grad()
     def gather_buckets(self, buckets: Sequence[Bucket], what: str) -> list[torch.Tensor]:
@@ -249,6 +300,7 @@ class Session:
         """As :meth:`average`, for many entries at once: one reduction a bucket."""
         members: dict[Bucket, list[int]] = {}
         for number, entry in enumerate(entries):
+            self._refuse_late(entry)
             members.setdefault(entry.place.bucket, []).append(number)
         averaged: list[torch.Tensor | None] = [None] * len(entries)
         if self.synchronise:
@@ -259,7 +311,7 @@ class Session:
             if not self.synchronise:
                 bucket.keep_whole(slots, whole)
                 continue
-            reduced = bucket.start_reduce(slots, whole).land()
+            reduced = bucket.reduce(slots, whole)
             for number in numbers:
                 averaged[number] = self.reduced_gradient(entries[number].place, reduced)
         return averaged
@@ -275,7 +327,7 @@ class Session:
         """Give entries that no bucket holds yet buckets of their own."""
         rest = [e for e in entries if not e.placed]
         for plan, members in self._lay_out(rest, self.group.world_size):
-            self.adopt(Bucket(plan, self.group, self.policy), members)
+            self.adopt(self.bucket(plan), members)
 
     def initial_values(self, buckets: Sequence[Bucket]) -> list[str]:
         """What the buckets' parameters were when they were partitioned, a line each, for comparison."""

@@ -316,7 +316,7 @@ class SwapFile:
         `source` is kept alive, and must not change until the ticket was waited for. Raises
         SwapError where the tensor does not fit, has another form, or the file is closed.
         """
-        flat = _flat(name, source, self.path)
+        flat = flat_on_cpu(name, source, self.path)
         return Ticket(self, self._live().write(name, flat), name)
 
     def read(self, name: str, out: Tensor) -> Ticket:
@@ -324,7 +324,7 @@ class SwapFile:
 
         The same as :meth:`write` otherwise. What was never written is undefined.
         """
-        flat = _flat(name, out, self.path)
+        flat = flat_on_cpu(name, out, self.path)
         return Ticket(self, self._live().read(name, flat), name)
 
     def drain(self) -> None:
@@ -370,7 +370,8 @@ class SwapFile:
         return self._backend
 
 
-def _flat(name: str, tensor: Tensor, path: str) -> Tensor:
+def flat_on_cpu(name: str, tensor: Tensor, path: str) -> Tensor:
+    """Return `tensor` without autograd; raises SwapError unless it is flat and on the CPU."""
     if tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous():
         return tensor.detach()
     raise SwapError(

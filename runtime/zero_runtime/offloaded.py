@@ -1,0 +1,201 @@
+"""The part of an optimizer whose state is off the device: updated bucket by bucket, beside the stock step."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_runtime.bucket import Bucket
+from zero_runtime.depot import Moving
+from zero_runtime.entry import Entry
+from zero_runtime.hooks import ModuleHook
+from zero_runtime.parts import KernelPart, Part, StockPart, Work
+from zero_runtime.plan import Tier
+from zero_runtime.session import Session, session_of
+from zero_runtime.shelf import Shelf
+from zero_runtime.stream import Stream, Task
+from zero_runtime.takeover import recipe_for
+
+
+class Member(NamedTuple):
+    """A partitioned parameter of the optimizer."""
+
+    session: Session
+    entry: Entry
+    group: dict[str, Any]
+
+    @property
+    def bucket(self) -> Bucket:
+        """Which holds it."""
+        return self.entry.place.bucket
+
+
+class OffloadedOptimizer:
+    """One optimizer's buckets off the device. Its user's object keeps the parameter groups, and what state
+    is in memory.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._recipe = recipe_for(optimizer)
+        self._members: list[Member] = []
+        self._parts: dict[Bucket, Part] = {}
+        self._stream: Stream | None = None
+        optimizer.register_state_dict_pre_hook(ModuleHook(self._show))
+        optimizer.register_state_dict_post_hook(ModuleHook(self._hide))
+        optimizer.register_load_state_dict_post_hook(ModuleHook(self._adopt))
+
+    def meet(self) -> bool:
+        """Look which partitioned parameters the optimizer has; whether any of their state is off the device."""
+        self._members = [
+            Member(session, session.entry(parameter), group)
+            for group in self._live().param_groups
+            for parameter in group["params"]
+            if (session := session_of(parameter)) is not None
+        ]
+        self._members = [m for m in self._members if m.entry.placed and self.takes(m.bucket)]
+        for session in {member.session for member in self._members}:
+            session.updates.meet(self)
+        return bool(self._members)
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether the bucket is updated here, and not by the stock step."""
+        tier = bucket.plan.residence.optimizer
+        return tier is Tier.NVME or (tier is Tier.HOST and self.has_kernel(bucket))
+
+    def has_kernel(self, bucket: Bucket) -> bool:
+        """Whether a host kernel can update the bucket."""
+        stepped = torch.float32 if bucket.has_master else bucket.plan.torch_dtype
+        return self._recipe is not None and stepped is torch.float32
+
+    def covers(self, bucket: Bucket) -> bool:
+        """Whether every parameter of the bucket is in this optimizer."""
+        return {m.entry.place.slot for m in self._of(bucket)} == set(bucket.plan.slots)
+
+    # -------------------------------------------------------------- updates
+
+    def update(self) -> None:
+        """Update every parameter that was set aside, and wait.
+
+        Raises:
+            SwapError: state could not be read or written.
+        """
+        unscale = _unscale(self._live())
+        if unscale is None:
+            return
+        works: dict[Bucket, list[Work]] = {}
+        for member in self._members:
+            entry = member.entry
+            if entry.set_aside and len(entry.own_gradient):
+                work = self._work(member, member.group, _for_kernel(entry.own_gradient))
+                works.setdefault(member.bucket, []).append(work)
+        for bucket, of_bucket in works.items():
+            self._submit(bucket, of_bucket, unscale)
+        self.join()
+
+    def update_now(self, bucket: Bucket, gradient: Moving) -> None:
+        """Start updating a whole bucket whose reduced gradient ``[chunk]`` is on its way to the host.
+
+        Hyper-parameters are those of this moment.
+        """
+        groups = {id(m.group): dict(m.group) for m in self._of(bucket)}
+        own = [(m, bucket.local(m.entry.place.slot, gradient.tensor)) for m in self._of(bucket)]
+        works = [self._work(m, groups[id(m.group)], g) for m, g in own if len(g)]
+        self._submit(bucket, works, 1.0, gradient)
+
+    def join(self) -> None:
+        """Return once all updates are done and written.
+
+        Raises:
+            SwapError: one failed.
+        """
+        if self._stream is not None:
+            self._stream.join()
+
+    def _submit(
+        self, bucket: Bucket, works: Sequence[Work], unscale: float, gradient: Moving | None = None
+    ) -> None:
+        if not works:
+            return
+        part = self._part(bucket)
+        part.adopt(works)
+
+        def run() -> list[Shelf]:
+            if gradient is not None:
+                gradient.land()
+            part.update(works, unscale)
+            return [*bucket.shelves, *part.wanted()]
+
+        self._streaming(bucket).submit(Task([*bucket.stepped_shelves, *part.wanted()], run))
+
+    def _streaming(self, bucket: Bucket) -> Stream:
+        if self._stream is None:
+            self._stream = Stream(bucket.depot.offload.sets)
+            weakref.finalize(self, self._stream.close)
+        return self._stream
+
+    def _part(self, bucket: Bucket) -> Part:
+        if bucket not in self._parts:
+            if self._recipe is not None and self.has_kernel(bucket):
+                self._parts[bucket] = KernelPart(bucket, self._recipe)
+            else:
+                self._parts[bucket] = StockPart(bucket, self._live())
+        return self._parts[bucket]
+
+    def _work(self, member: Member, group: dict[str, Any], gradient: torch.Tensor) -> Work:
+        return Work(member.entry, group, self._state(member), gradient)
+
+    def _state(self, member: Member) -> dict[str, Any]:
+        parameter = member.entry.parameter
+        assert parameter is not None
+        state: dict[str, Any] = self._live().state[parameter]
+        return state
+
+    def _of(self, bucket: Bucket) -> list[Member]:
+        return [member for member in self._members if member.bucket is bucket]
+
+    def _live(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    # -------------------------------------------------------------- optimizer.state_dict()
+
+    def _show(self, *_: object) -> None:
+        """State on NVMe comes into memory, as whole as the rank's part of it is."""
+        self.join()
+        for member in self._members:
+            if member.bucket in self._parts:
+                self._parts[member.bucket].show(member.entry, self._state(member))
+
+    def _hide(self, _: object, saved: dict[str, Any]) -> None:
+        """What was shown stays in the saved dictionary only."""
+        saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
+        for member in self._members:
+            if member.bucket in self._parts:
+                self._parts[member.bucket].hide(member.entry, self._state(member))
+
+    def _adopt(self, *_: object) -> None:
+        """Loaded state goes where state is kept."""
+        self.join()
+        for member in self._members:
+            part = self._part(member.bucket)
+            part.adopt([self._work(member, member.group, torch.empty(0))])
+            for shelf in part.wanted():
+                shelf.put_away().wait()
+
+
+def _unscale(optimizer: torch.optim.Optimizer) -> float | None:
+    """What gradients count times, where GradScaler leaves that to a fused optimizer; None: skip the step."""
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is not None and float(found):
+        return None
+    return 1.0 if scale is None else 1.0 / float(scale)
+
+
+def _for_kernel(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in host memory, in a dtype that kernels read."""
+    gradient = gradient.cpu().contiguous()
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return gradient if gradient.dtype in known else gradient.float()

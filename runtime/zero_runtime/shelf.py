@@ -1,0 +1,129 @@
+"""One flat tensor of a bucket, kept where its tier says: on the device, in host memory or on NVMe."""
+
+from enum import Enum, auto
+
+import torch
+
+from zero_runtime.collectives import Done, Transfer
+from zero_runtime.depot import Depot
+from zero_runtime.plan import Tier
+
+
+class Whereabouts(Enum):
+    """A shelf's life."""
+
+    EMPTY = auto()
+    """Never used: its values are zeros, and nothing is allocated."""
+    COMING = auto()
+    """Being read from NVMe."""
+    HERE = auto()
+    """In the memory of its tier, or from NVMe in host memory."""
+    AWAY = auto()
+    """On NVMe only."""
+
+
+class Shelf:
+    """``[numel]`` values of ``dtype``. Those on NVMe occupy memory only while they are HERE or COMING."""
+
+    def __init__(
+        self,
+        depot: Depot,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tier: Tier,
+    ) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self.tier = tier
+        self._depot = depot
+        self._device = device if tier is Tier.DEVICE else torch.device("cpu")
+        self._state = Whereabouts.EMPTY
+        self._tensor: torch.Tensor | None = None
+        self._reading: Transfer | None = None
+        self._changed = False
+        self._stored = False
+
+    @property
+    def away(self) -> bool:
+        """Whether the values are on NVMe only."""
+        return self._state is Whereabouts.AWAY
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever kept here."""
+        return self._state is not Whereabouts.EMPTY
+
+    @property
+    def held(self) -> torch.Tensor | None:
+        """The values as far as they are in memory now."""
+        return self._tensor
+
+    def start_load(self) -> None:
+        """Start reading the values where they are away; they stay until :meth:`put_away`."""
+        if self._state is Whereabouts.AWAY and self.numel:
+            self._tensor = self._memory()
+            self._reading = self._depot.swap.read(self.name, self._bytes())
+            self._state = Whereabouts.COMING
+
+    def read(self) -> torch.Tensor:
+        """The values; not to be written to."""
+        self.start_load()
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            try:
+                reading.wait()
+            except BaseException:
+                self._tensor, self._state = None, Whereabouts.AWAY
+                raise
+        if self._tensor is None:
+            self._tensor = self._memory().zero_()
+        self._state = Whereabouts.HERE
+        return self._tensor
+
+    def edit(self) -> torch.Tensor:
+        """The values, for writing in place until :meth:`put_away`."""
+        self._changed = True
+        return self.read()
+
+    def overwrite(self) -> torch.Tensor:
+        """Memory for all values anew: what they were is not read, and undefined."""
+        if self._state is not Whereabouts.HERE:
+            self._settle()
+            self._tensor, self._state = self._memory(), Whereabouts.HERE
+        self._changed = True
+        assert self._tensor is not None
+        return self._tensor
+
+    def put_away(self) -> Transfer:
+        """On NVMe: start writing what was changed, and give the memory back. Elsewhere nothing."""
+        if self.tier is not Tier.NVME or self._tensor is None:
+            return Done()
+        self._settle()
+        done: Transfer = Done()
+        if self.numel and (self._changed or not self._stored):
+            done = self._write()
+        self._tensor, self._changed, self._state = None, False, Whereabouts.AWAY
+        return done
+
+    def _settle(self) -> None:
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            reading.wait()
+
+    def _write(self) -> Transfer:
+        if not self._stored:
+            self._depot.swap.allocate(self.name, self.numel * self.dtype.itemsize)
+            self._stored = True
+        return self._depot.swap.write(self.name, self._bytes())
+
+    def _bytes(self) -> torch.Tensor:
+        assert self._tensor is not None
+        return self._tensor.view(torch.uint8)
+
+    def _memory(self) -> torch.Tensor:
+        if self.tier is Tier.DEVICE:
+            return torch.empty(self.numel, dtype=self.dtype, device=self._device)
+        return self._depot.host(self.numel, self.dtype)
