@@ -6,6 +6,7 @@ after each stage; the graphs then run uncompiled, which costs no Inductor time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -23,12 +24,12 @@ from zero_compile import backend, pipeline
 from zero_compile.capture import Capture
 from zero_compile.fx_graph import calls, parameter_number
 from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
-from zero_compile.lowering import Lowered, Lowering
-from zero_compile.options import parse
+from zero_compile.lowering import Lowered, Lowering, Run
+from zero_compile.options import Options, parse
 from zero_compile.passes.effects import insert_call
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_runtime import compat, ops
-from zero_runtime.plan import BucketPlan, Phase, Plan
+from zero_runtime.plan import BucketPlan, Phase, Plan, Residence, Tier
 
 #: AOTAutograd's graphs differ between versions of torch; snapshots show those of this one.
 snapshot = pytest.mark.skipif(
@@ -99,16 +100,35 @@ class Recording:
 class _Compiler(backend.GraphCompiler):
     """Runs the lowered graphs as they are."""
 
-    def __init__(self, capture: Capture, lowering: Lowering, recording: Recording) -> None:
+    def __init__(
+        self, capture: Capture, lowering: Lowering, recording: Recording, runs: bool
+    ) -> None:
         super().__init__(capture, lowering)
         self._recording = recording
+        self._runs = runs
 
     def compile(self, lowered: Lowered, example_inputs: Sequence[Any], kwargs: Any) -> Any:
         phase = lowered.plan.phase
-        self._recording.plans.setdefault(str(phase), lowered.plan)
+        for planned, plan in self._lowering.plans.items():
+            self._recording.plans.setdefault(str(planned), plan)
         stop = phase is Phase.BACKWARD and not self._recording.run_backward
-        run = _stop if stop else lowered.graph
+        run = _stop if stop or not self._runs else lowered.graph
         return lambda args: run(*args)
+
+
+class _Lowering(Lowering):
+    """Gives all buckets a residence once they are laid out."""
+
+    def __init__(
+        self, capture: Capture, options: Options, run: Run, residence: Residence | None
+    ) -> None:
+        super().__init__(capture, options, run)
+        self._residence = residence
+
+    def _lay_out(self, gm: GraphModule) -> None:
+        super()._lay_out(gm)
+        for bucket in self._capture.buckets if self._residence is not None else ():
+            bucket.plan = replace(bucket.plan, residence=self._residence)
 
 
 class _Compiled(Exception):  # noqa: N818
@@ -126,11 +146,13 @@ def record(
     train: bool = True,
     infer: bool = False,
     run_backward: bool = False,
+    residence: Residence | None = None,
     **options: Any,
 ) -> Recording:
     """Compile and run a forward that trains, or one without gradients, or both in this order.
 
-    Of the first the backward graph is compiled too, and run if ``run_backward``.
+    Of the first the backward graph is compiled too, and run if ``run_backward``. With a ``residence``,
+    which every bucket gets, nothing is run.
     """
     recording = Recording(run_backward)
     settings = parse({"schedule": "one_ahead", **options})
@@ -139,11 +161,11 @@ def record(
         capture = Capture.of(gm, example_inputs, settings)
         recording.captures.append(capture)
         recording.run(pipeline.capture(capture.parameters), gm, CAPTURED)
-        lowering = Lowering(capture, settings, recording.run)
+        lowering = _Lowering(capture, settings, recording.run, residence)
         compiled = compat.compile_fx(
             gm,
             example_inputs,
-            inner_compile=_Compiler(capture, lowering, recording),
+            inner_compile=_Compiler(capture, lowering, recording, runs=residence is None),
             config_patches={"custom_partitioner_fn": backend.JointPartitioner(capture, lowering)},
         )
         capture.session.partition()
@@ -152,11 +174,11 @@ def record(
     with fake_world(world_size):
         compiled = torch.compile(model, backend=recording_backend)
         if train:
-            outputs = tree_leaves(compiled(*inputs))
             with suppress(_Compiled):
+                outputs = tree_leaves(compiled(*inputs))
                 sum(x.sum() for x in outputs if x.grad_fn is not None).backward()
         if infer:
-            with torch.no_grad():
+            with torch.no_grad(), suppress(_Compiled):
                 compiled(*inputs)
     return recording
 
@@ -221,9 +243,11 @@ def make_mlp() -> nn.Module:
 
 
 @cache
-def mlp(world_size: int = 2, schedule: str = "one_ahead") -> Recording:
+def mlp(
+    world_size: int = 2, schedule: str = "one_ahead", residence: Residence | None = None
+) -> Recording:
     """The MLP trained and then evaluated, three buckets."""
-    options = {"bucket_bytes": 512, "schedule": schedule}
+    options = {"bucket_bytes": 512, "schedule": schedule, "residence": residence}
     return record(make_mlp(), torch.randn(3, 8), world_size=world_size, infer=True, **options)
 
 
@@ -245,8 +269,15 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
     return gm
 
 
+#: Everything on NVMe, and everything on the host.
+NVME, HOST = Residence(Tier.NVME, Tier.NVME), Residence(Tier.HOST, Tier.HOST)
+
+
 def laid_out(
-    gm: GraphModule, bucket_bytes: int = 1 << 20, world_size: int = 2
+    gm: GraphModule,
+    bucket_bytes: int = 1 << 20,
+    world_size: int = 2,
+    residence: Residence = Residence(),  # noqa: B008
 ) -> tuple[list[BucketPlan], dict[int, tuple[int, int]]]:
     """Buckets for the parameters that a graph gathers, in the order of its gathers, and the places."""
     groups = group_uses([_use(g) for g in calls(gm.graph, ops.gather)], LayoutPolicy(bucket_bytes))
@@ -255,7 +286,7 @@ def laid_out(
         for bucket, group in enumerate(groups)
         for slot, use in enumerate(group)
     }
-    return [plan_bucket(group, world_size) for group in groups], places
+    return [plan_bucket(group, world_size, residence) for group in groups], places
 
 
 def _use(gather: Node) -> Use:

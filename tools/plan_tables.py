@@ -2,17 +2,21 @@
 
 from rich.table import Table
 
-from zero_runtime.plan import BucketPlan, Plan
+from zero_runtime.plan import BucketPlan, Plan, Residence, Step, StepKind
 
 
 def buckets_table(plan: Plan) -> Table:
-    """One row a bucket."""
+    """One row a bucket; where shards and optimizer state live, if any live off the device."""
     table = Table(title=f"{plan.name}: buckets over {plan.world_size} ranks")
-    for heading in ("bucket", "dtype", "elements", "a rank", "parameters"):
-        table.add_column(heading, justify="left" if heading in ("dtype", "parameters") else "right")
+    moved = any(bucket.residence != Residence() for bucket in plan.buckets)
+    homes = ("shards on", "optimizer on") if moved else ()
+    for heading in ("bucket", "dtype", "elements", "a rank", *homes, "parameters"):
+        right = heading in ("bucket", "elements", "a rank")
+        table.add_column(heading, justify="right" if right else "left")
     for number, bucket in enumerate(plan.buckets):
-        names = _names(bucket)
-        table.add_row(str(number), bucket.dtype, f"{bucket.padded:,}", f"{bucket.chunk:,}", names)
+        where = (bucket.residence.parameters, bucket.residence.optimizer) if moved else ()
+        sizes = (f"{bucket.padded:,}", f"{bucket.chunk:,}")
+        table.add_row(str(number), bucket.dtype, *sizes, *where, _names(bucket))
     return table
 
 
@@ -32,7 +36,7 @@ def steps_table(plan: Plan) -> Table:
         table.add_column(heading, justify="left" if heading in ("kind", "before") else "right")
     for step in plan.steps:
         held = (step.gathered_bytes, step.reducing_bytes, step.gradient_bytes)
-        moves = megabytes(step.bytes) if step.kind.endswith("_start") else ""
+        moves = megabytes(step.bytes) if _moves(step) else ""
         table.add_row(
             str(step.position),
             step.kind,
@@ -50,6 +54,10 @@ def summary(plan: Plan) -> str:
         f"peak: gathered {megabytes(plan.peak_gathered_bytes)}, reducing "
         f"{megabytes(plan.peak_reducing_bytes)}, together with gradients {megabytes(plan.peak_bytes)}"
     )
+
+
+def _moves(step: Step) -> bool:
+    return step.kind.endswith("_start") or step.kind is StepKind.EVICT
 
 
 def megabytes(count: int) -> str:

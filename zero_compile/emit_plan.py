@@ -4,8 +4,9 @@ from collections.abc import Sequence, Set
 
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number
+from zero_compile.fx_graph import bucket_number, calls
 from zero_compile.planner.decide import GraphSchedule
+from zero_compile.tiers import gathered_in_place, is_fetched, shard_bytes
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
 from zero_runtime.plan import (
@@ -30,7 +31,13 @@ _KINDS = {
     ops.release: (StepKind.RELEASE, Channel.COMPUTE),
     ops.reduce_scatter_start: (StepKind.REDUCE_SCATTER_START, Channel.REDUCE_SCATTER),
     ops.reduce_scatter_wait: (StepKind.REDUCE_SCATTER_WAIT, Channel.REDUCE_SCATTER),
+    ops.read_start: (StepKind.READ_START, Channel.NVME_READ),
+    ops.fetch_start: (StepKind.FETCH_START, Channel.HOST_TO_DEVICE),
+    ops.evict: (StepKind.EVICT, Channel.DEVICE_TO_HOST),
 }
+
+#: Steps that move one rank's shard between tiers.
+_OF_SHARDS = (StepKind.READ_START, StepKind.FETCH_START, StepKind.EVICT)
 
 
 def emit_plan(
@@ -44,8 +51,15 @@ def emit_plan(
     policy_of_state: Policy = _DEFAULT,
     schedule: GraphSchedule = _ALONE,
 ) -> Plan:
-    """The graph's steps in order, with the bytes each moves and what is held while it runs."""
+    """The graph's steps in order, with the bytes each moves and what is held while it runs.
+
+    A shard that was fetched counts with what is gathered, from its fetch until its gather has started.
+    """
+    waits = calls(gm.graph, ops.all_gather_wait)
     ledger = _Ledger(buckets, policy_of_state, schedule.kept)
+    ledger.arrived = {waits[number].all_input_nodes[0] for number in schedule.carried_in}
+    for number in schedule.fetched:
+        ledger.fetch(bucket_number(waits[number]))
     steps: list[Step] = []
     for node in gm.graph.nodes:
         ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
@@ -68,11 +82,36 @@ class _Ledger:
         self.gathered = self.reducing = self.gradients = 0
         self.last_reader: dict[Node, Node] = {}
         """Each whole gradient and the reduction after which it is free."""
+        self.arrived: set[Node] = set()
+        """Gathers of buckets that the graph before has gathered, or started to."""
+        self._fetched: set[int] = set()
 
-    def open(self, kind: StepKind, bucket: BucketPlan, dtype: str) -> None:
+    def fetch(self, number: int) -> None:
+        """The bucket's shard gets memory on the device, unless it has."""
+        if number not in self._fetched:
+            self._fetched.add(number)
+            self.gathered += shard_bytes(self.buckets[number])
+
+    def _gather(self, node: Node, bucket: BucketPlan, dtype: str) -> None:
+        """In place the bucket takes over its shard's memory."""
+        if is_fetched(bucket) and node not in self.arrived:
+            self.fetch(bucket_number(node))
+            if gathered_in_place(bucket, dtype_of(dtype)):
+                self._gathered(bucket_number(node))
+        self.gathered += bucket.gathered_bytes(dtype_of(dtype))
+
+    def _gathered(self, number: int) -> None:
+        """The fetched shard is no longer needed."""
+        if number in self._fetched:
+            self._fetched.remove(number)
+            self.gathered -= shard_bytes(self.buckets[number])
+
+    def open(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
         """What the step needs before it can run."""
+        if kind is StepKind.FETCH_START:
+            self.fetch(bucket_number(node))
         if kind is StepKind.ALL_GATHER_START:
-            self.gathered += bucket.gathered_bytes(dtype_of(dtype))
+            self._gather(node, bucket, dtype)
         if kind is StepKind.REDUCE_SCATTER_START:
             self.reducing += self._reducing_bytes(bucket)
             self.gradients += (
@@ -81,6 +120,10 @@ class _Ledger:
 
     def close(self, kind: StepKind, bucket: BucketPlan, dtype: str, node: Node) -> None:
         """What is free once the step has run."""
+        if kind is StepKind.ALL_GATHER_START and node not in self.arrived:
+            self._gathered(bucket_number(node))
+        if kind is StepKind.EVICT:
+            self.gradients -= shard_bytes(bucket)
         if kind is StepKind.RELEASE and bucket_number(node) not in self._kept:
             self.gathered -= bucket.gathered_bytes(dtype_of(dtype))
         if kind is StepKind.REDUCE_SCATTER_START:
@@ -102,14 +145,16 @@ def _step(position: int, node: Node, ledger: _Ledger) -> Step:
     bucket = ledger.buckets[number]
     dtype = _dtype(node, kind, bucket)
     moved = bucket.padded * dtype_of(dtype).itemsize
-    ledger.open(kind, bucket, dtype)
+    if kind in _OF_SHARDS:
+        moved = shard_bytes(bucket)
+    ledger.open(kind, bucket, dtype, node)
     held = (ledger.gathered, ledger.reducing, ledger.gradients)
     ledger.close(kind, bucket, dtype, node)
     return Step(position, kind, number, dtype, moved, channel, _before(node), *held)
 
 
 def _dtype(node: Node, kind: StepKind, bucket: BucketPlan) -> str:
-    if kind in (StepKind.REDUCE_SCATTER_START, StepKind.REDUCE_SCATTER_WAIT):
+    if kind in (StepKind.REDUCE_SCATTER_START, StepKind.REDUCE_SCATTER_WAIT, *_OF_SHARDS):
         return bucket.dtype
     place = {StepKind.ALL_GATHER_START: 2, StepKind.ALL_GATHER_WAIT: 4, StepKind.RELEASE: 3}[kind]
     return dtype_name(node.args[place])  # type: ignore[arg-type]

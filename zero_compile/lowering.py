@@ -21,7 +21,7 @@ from zero_compile.planner.pose import Posed, pose
 from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
 from zero_runtime import ops
 from zero_runtime.gradient import Place
-from zero_runtime.plan import Phase, Plan, dtype_name
+from zero_runtime.plan import Phase, Plan, Residence, dtype_name
 
 #: Runs stages on a graph of which the last argument is the name: ``pipeline.run``, or one that looks on.
 Run = Callable[[Sequence[Any], GraphModule, str], GraphModule]
@@ -90,8 +90,8 @@ class Lowering:
         halves = {phase: self._half(gm, phase) for phase, gm in self.graphs.items()}
         total = self._limits.total
         if Phase.BACKWARD in halves:
-            return read_step(halves[Phase.FORWARD], halves[Phase.BACKWARD], total)
-        return read_graph(next(iter(halves.values())), total)
+            return read_step(halves[Phase.FORWARD], halves[Phase.BACKWARD], total, self._slots)
+        return read_graph(next(iter(halves.values())), total, self._slots)
 
     def _half(self, gm: GraphModule, phase: Phase) -> Half:
         return Half(gm.graph, self._posed(gm), self._schedules.get(phase, GraphSchedule()))
@@ -103,7 +103,11 @@ class Lowering:
 
     def _schedule(self, gm: GraphModule, phase: Phase) -> None:
         stages = pipeline.schedule(
-            self._options.policy, self._schedules.get(phase), self._capture.session.stage
+            self._options.policy,
+            self._schedules.get(phase),
+            self._capture.session.stage,
+            self._capture.bucket_plans,
+            self._slots,
         )
         self._run(stages, gm, str(phase))
         self.graphs[phase], self.plans[phase] = gm, self._plan(gm, phase)
@@ -156,7 +160,13 @@ class Lowering:
             ahead=self._as_bytes(options.stage3_prefetch_bucket_size),
             keep=options.device_memory is not None,
             persistent=self._persistent(),
+            slots=self._slots,
         )
+
+    @property
+    def _slots(self) -> int:
+        """Shards that have room on the host between NVMe and the device."""
+        return self._capture.session.offload.slots
 
     @property
     def resident(self) -> Resident:
@@ -171,7 +181,13 @@ class Lowering:
         mine = {id(entry) for entry in self._capture.entries}
         alive = [(e, e.parameter) for e in self._capture.session.entries]
         return [
-            Held(p.numel(), dtype_name(p.dtype), p.requires_grad, id(e) not in mine)
+            Held(
+                p.numel(),
+                dtype_name(p.dtype),
+                p.requires_grad,
+                id(e) not in mine,
+                e.place.bucket.plan.residence if e.placed else Residence(),
+            )
             for e, p in alive
             if p is not None
         ]

@@ -7,6 +7,8 @@ from torch.fx import GraphModule
 
 from zero_compile.passes.bucket_gathers import bucket_gathers
 from zero_compile.passes.bucket_reductions import bucket_reductions
+from zero_compile.passes.evict_gradients import evict_gradients
+from zero_compile.passes.insert_fetches import insert_fetches
 from zero_compile.passes.insert_gathers import insert_gathers
 from zero_compile.passes.read_whole_parameters import read_whole_parameters
 from zero_compile.passes.regather_in_backward import regather_in_backward
@@ -16,6 +18,7 @@ from zero_compile.passes.schedule_planned import schedule_planned
 from zero_compile.passes.sink_casts import sink_casts
 from zero_compile.passes.split_distant_uses import split_distant_uses
 from zero_compile.planner.decide import GraphSchedule
+from zero_compile.planner.problem import STAGING_SLOTS
 from zero_compile.verify import verify_bucketed, verify_captured, verify_scheduled
 from zero_runtime.plan import BucketPlan, Stage
 
@@ -63,18 +66,33 @@ def bucket(
 
 
 def schedule(
-    policy: str, decided: GraphSchedule | None = None, stage: Stage = Stage.PARAMETERS
+    policy: str,
+    decided: GraphSchedule | None = None,
+    stage: Stage = Stage.PARAMETERS,
+    buckets: Sequence[BucketPlan] = (),
+    slots: int = STAGING_SLOTS,
 ) -> list[Pass | Check]:
-    """The same graphs, before Inductor: when each transfer starts, and what is released."""
+    """The same graphs, before Inductor: when each transfer starts, and what is released.
+
+    ``buckets`` may be left out where everything lives on the device.
+    """
     order: Pass = (
         partial(schedule_planned, schedule=decided)
         if decided is not None
         else partial(schedule_ahead, depth=DEPTHS[policy])
     )
-    carried = decided.carried_out if decided is not None else frozenset()
+    evict = partial(evict_gradients, buckets=buckets, stage=stage)
     if stage is not Stage.PARAMETERS:
-        return [order, verify_scheduled]
-    return [order, release_after_last_reader, partial(verify_scheduled, carried=carried)]
+        return [order, evict, verify_scheduled]
+    depth = DEPTHS.get(policy, 0)
+    given = decided or GraphSchedule()
+    return [
+        order,
+        partial(insert_fetches, buckets=buckets, schedule=decided, depth=depth, slots=slots),
+        evict,
+        release_after_last_reader,
+        partial(verify_scheduled, carried=given.carried_out, sent=given.sent),
+    ]
 
 
 def run(stages: Sequence[Pass | Check], gm: GraphModule, *, verify: bool = True) -> GraphModule:

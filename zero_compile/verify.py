@@ -38,10 +38,14 @@ def verify_bucketed(gm: GraphModule, *, buckets: Sequence[BucketPlan]) -> None:
         _require(len(set(slots)) == len(slots), f"{start.name} reduces a parameter twice: {slots}")
 
 
-def verify_scheduled(gm: GraphModule, *, carried: Set[int] = frozenset()) -> None:
+def verify_scheduled(
+    gm: GraphModule, *, carried: Set[int] = frozenset(), sent: Set[int] = frozenset()
+) -> None:
     """Every transfer is started, waited for, used, released, in this order and once each.
 
-    Gathers of ``carried`` buckets may be waited for by the next graph instead.
+    Gathers of ``carried`` buckets may be waited for by the next graph instead. A shard is read and
+    fetched at most once for each gather, before it; those of ``sent`` buckets for the next graph's. A
+    reduced gradient that is evicted is evicted right after its wait, and nothing else reads it.
     """
     order = positions(gm.graph)
     for start in calls(gm.graph, ops.all_gather_start):
@@ -62,7 +66,38 @@ def verify_scheduled(gm: GraphModule, *, carried: Set[int] = frozenset()) -> Non
     for start in calls(gm.graph, ops.reduce_scatter_start):
         wait = _only_wait(start, ops.reduce_scatter_wait)
         _require(order[start] < order[wait], f"{wait.name} stands before {start.name}")
+    _shards_arrive(gm, sent)
+    for evict in calls(gm.graph, ops.evict):
+        wait = evict.all_input_nodes[0]
+        _require(
+            evict.prev is wait and wait.target is ops.reduce_scatter_wait,
+            f"{evict.name} does not directly follow the wait for what it evicts",
+        )
+        others = [user.name for user in wait.users if user is not evict]
+        _require(not others, f"{others} read {wait.name}, which is evicted")
     _one_channel(gm)
+
+
+def _shards_arrive(gm: GraphModule, sent: Set[int]) -> None:
+    """Reads before fetches before gathers, each bucket for itself."""
+    out: dict[int, dict[object, Node]] = {}
+    for node in gm.graph.nodes:
+        if node.target is ops.all_gather_start:
+            out.pop(bucket_number(node), None)
+        if node.target not in (ops.read_start, ops.fetch_start):
+            continue
+        before = out.setdefault(bucket_number(node), {})
+        _require(
+            node.target not in before,
+            f"{node.name} stands behind {[n.name for n in before.values()]} with no gather between",
+        )
+        _require(
+            ops.fetch_start not in before,
+            f"{node.name} stands behind {[n.name for n in before.values()]}, which needs it",
+        )
+        before[node.target] = node
+    lost = [n.name for b, nodes in out.items() if b not in sent for n in nodes.values()]
+    _require(not lost, f"{lost} bring shards that no gather needs")
 
 
 def _only_wait(start: Node, target: object) -> Node:

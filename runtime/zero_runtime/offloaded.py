@@ -59,6 +59,11 @@ class OffloadedOptimizer:
             session.updates.meet(self)
         return bool(self._members)
 
+    def meet_once(self) -> None:
+        """As :meth:`meet`, for an optimizer that has not stepped yet."""
+        if not self._members:
+            self.meet()
+
     def takes(self, bucket: Bucket) -> bool:
         """Whether the bucket is updated here, and not by the stock step."""
         tier = bucket.plan.residence.optimizer

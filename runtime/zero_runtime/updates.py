@@ -17,6 +17,9 @@ from zero_runtime.plan import Slot
 class Updater(Protocol):
     """An optimizer whose state is off the device."""
 
+    def meet_once(self) -> None:
+        """Look which partitioned parameters it has, unless that is known."""
+
     def has_kernel(self, bucket: Bucket) -> bool:
         """Whether it may run beside backward."""
 
@@ -48,6 +51,8 @@ class Updates:
         """A forward uses ``buckets``: used by two, a bucket's gradient is complete at the step only."""
         if self._wanted:
             self._forwards.update(buckets)
+            for updater in self._updaters:
+                updater.meet_once()
 
     def take(self, bucket: Bucket, slots: Sequence[Slot], gradient: Moving) -> bool:
         """Whether the bucket's update has begun, with a gradient of all its ``slots``."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zero_runtime.errors import OptionError
-from zero_runtime.plan import Policy, Stage, dtype_of
+from zero_runtime.plan import Policy, Residence, Stage, Tier, dtype_of
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -29,17 +29,18 @@ def parse_bytes(text: str | int) -> int:
 
 
 class Held(NamedTuple):
-    """One parameter: how many elements, of which dtype, and whether it trains."""
+    """One parameter: how many elements, of which dtype, whether it trains, and where its state lives."""
 
     numel: int
     dtype: str
     trainable: bool
     has_gradient: bool = True
     """Whether its gradient counts here; off where a graph's own memory curve holds it."""
+    residence: Residence = Residence()
 
 
 class Resident(NamedTuple):
-    """Bytes on one rank from step to step."""
+    """Bytes of the device of one rank from step to step."""
 
     shards: int
     gradients: int
@@ -60,16 +61,17 @@ def resident(parameters: Iterable[Held], policy: Policy, world_size: int) -> Res
 
     With Adam and 16-bit parameters under float32 masters: 2 + 2 + 12 bytes a parameter, of which
     stage 3 divides all by the ranks, stage 2 the last two, stage 1 the last. Float32 or plain 16-bit
-    parameters have no masters. Padding of buckets is not counted.
+    parameters have no masters. Padding of buckets is not counted, nor what lives on the host or NVMe:
+    parameter shards (which only stage 3 has), optimizer state, and gradients where they follow it.
     """
     shards = gradients = state = 0
     for p in parameters:
-        itemsize = dtype_of(p.dtype).itemsize
-        shards += p.numel * itemsize
+        size = p.numel * dtype_of(p.dtype).itemsize
+        here = _on_device(p.residence, policy.stage)
+        shards += size if here.parameters else 0
         if p.trainable:
-            gradients += p.numel * itemsize if p.has_gradient else 0
-            master = 4 if policy.master_weights and itemsize == 2 else 0
-            state += p.numel * (master + _state_bytes(itemsize, master))
+            gradients += size if p.has_gradient and here.gradients else 0
+            state += _state(p, policy) if here.optimizer else 0
     return Resident(
         -(-shards // (world_size if policy.stage is Stage.PARAMETERS else 1)),
         -(-gradients // (world_size if policy.stage >= Stage.GRADIENTS else 1)),
@@ -77,9 +79,26 @@ def resident(parameters: Iterable[Held], policy: Policy, world_size: int) -> Res
     )
 
 
-def _state_bytes(itemsize: int, master: int) -> int:
+class _OnDevice(NamedTuple):
+    """What of one parameter lives on the device."""
+
+    parameters: bool
+    gradients: bool
+    optimizer: bool
+
+
+def _on_device(residence: Residence, stage: Stage) -> _OnDevice:
+    parameters = residence.parameters is Tier.DEVICE or stage is not Stage.PARAMETERS
+    optimizer = residence.optimizer is Tier.DEVICE
+    return _OnDevice(parameters, optimizer or stage is Stage.OPTIMIZER, optimizer)
+
+
+def _state(p: Held, policy: Policy) -> int:
     """Optimizers keep their state in the dtype of what they step on."""
-    return STATE_BYTES if master or itemsize >= 4 else 2 * itemsize
+    itemsize = dtype_of(p.dtype).itemsize
+    master = 4 if policy.master_weights and itemsize == 2 else 0
+    moments = STATE_BYTES if master or itemsize >= 4 else 2 * itemsize
+    return p.numel * (master + moments)
 
 
 def left_over(budget: int, kept: Resident) -> int:

@@ -5,14 +5,15 @@ start in forward, and a bucket may be kept from one to the other where memory al
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from zero_compile.planner.evaluate import held_bytes, peak_bytes
+from zero_compile.planner.feed import solve_fed, staging_bytes, unfed
 from zero_compile.planner.pose import Posed
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.solve import solve
+from zero_compile.planner.problem import STAGING_SLOTS, Gather, Problem, Reduce, Schedule
 
 _NONE: Mapping[int, int] = {}
 
@@ -27,13 +28,23 @@ class Early:
 
 
 @dataclass(frozen=True)
+class Departure:
+    """A bucket's shard sets out from NVMe, or from the host, before node ``before``."""
+
+    bucket: int
+    before: str | None
+
+
+@dataclass(frozen=True)
 class GraphSchedule:
     """One graph's decisions. Nodes are named: "" is the beginning of the graph, None its end.
 
     Gathers and reductions go by their number in the graph. ``starts``: gather to the node it starts
     before. ``waits``: reduction to the node it is waited for before. ``carried_in``: gathers whose
     bucket arrives gathered, or on its way. ``kept``: buckets whose gathered memory outlives the graph.
-    ``early``: gathers for the next graph.
+    ``early``: gathers for the next graph. ``reads`` and ``fetches``: shards that set out here, in the
+    order of their gathers; ``sent``: the buckets of those for the next graph. ``fetched``: gathers whose
+    shard was fetched, or ``read``, in the graph before, or is on its way.
     """
 
     starts: Mapping[int, str | None] = field(default_factory=dict)
@@ -41,6 +52,11 @@ class GraphSchedule:
     carried_in: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     early: tuple[Early, ...] = ()
+    fetches: tuple[Departure, ...] = ()
+    reads: tuple[Departure, ...] = ()
+    sent: frozenset[int] = frozenset()
+    fetched: frozenset[int] = frozenset()
+    read: frozenset[int] = frozenset()
 
     @property
     def carried_out(self) -> frozenset[int]:
@@ -60,6 +76,8 @@ class Limits:
     """Whether memory that is left may keep buckets from forward to backward."""
     persistent: frozenset[int] = frozenset()
     """Buckets kept from forward to backward before all others, as far as a limit that is given allows."""
+    slots: int = STAGING_SLOTS
+    """Shards that have room on the host between NVMe and the device."""
 
     @property
     def unset(self) -> bool:
@@ -83,11 +101,20 @@ def plan_graph(posed: Posed, limits: Limits) -> GraphSchedule:
     Raises:
         PlanError: a bucket does not fit within the limits.
     """
-    caps = _caps(posed, limits)
-    bound = within(_ahead(_starting(posed.problem(None), limits), limits), caps, limits.total)
-    solved = solve(_one_reduction_under_way(bound) if limits.unset else bound)
+    problem = replace(posed.problem(None), slots=limits.slots)
+    caps = _more(_caps(posed, limits), staging_bytes(problem))
+    bound = within(_ahead(_starting(problem, limits), limits), caps, limits.total)
+    solved = solve_fed(_one_reduction_under_way(bound) if limits.unset else bound)
     starts = {i: _anchor(posed, start) for i, start in enumerate(solved.gather_starts)}
-    return GraphSchedule(starts, {k: _anchor(posed, w) for k, w in enumerate(solved.reduce_waits)})
+    waits = {k: _anchor(posed, w) for k, w in enumerate(solved.reduce_waits)}
+    fetches = [(i, _anchor(posed, solved.fetch_start(i))) for i in problem.fetched]
+    reads = [(i, _anchor(posed, solved.read_start(i))) for i in problem.read]
+    return GraphSchedule(
+        starts,
+        waits,
+        fetches=tuple(Departure(posed.gathers[i].bucket, anchor) for i, anchor in fetches),
+        reads=tuple(Departure(posed.gathers[i].bucket, anchor) for i, anchor in reads),
+    )
 
 
 def plan_step(
@@ -99,11 +126,11 @@ def plan_step(
         PlanError: a bucket does not fit within the limits.
     """
     joined = join(forward, backward, limits)
-    solved = solve(joined.problem)
+    solved = solve_fed(joined.problem)
     seamless = _seamless(forward, backward, joined, solved)
     if seamless:
         joined = join(forward, backward, limits, seamless)
-        solved = solve(joined.problem)
+        solved = solve_fed(joined.problem)
     return split(forward, backward, joined, solved)
 
 
@@ -126,16 +153,16 @@ def join(
     ``seamless`` are further gathers to keep: forward's number to backward's.
     """
     shift = len(forward.compute)
-    caps = [*_caps(forward, limits), *_caps(backward, limits)]
+    whole = replace(_concatenated(forward, backward), slots=limits.slots)
+    caps = _more([*_caps(forward, limits), *_caps(backward, limits)], staging_bytes(whole))
     if limits.unset:
         # What is kept in any case comes on top of what may be gathered ahead.
         always = _persistent(forward, _mates(forward, backward), limits)
-        extra = sum(forward.gathers[i].bytes for i in always)
-        caps = [None if cap is None else cap + extra for cap in caps]
-    bound = within(_starting(_concatenated(forward, backward), limits), caps, limits.total)
+        caps = _more(caps, sum(forward.gathers[i].bytes for i in always))
+    bound = within(_starting(whole, limits), caps, limits.total)
     if limits.unset:
         bound = _one_reduction_under_way(bound)
-    kept = {**seamless, **_kept(forward, backward, bound, limits)}
+    kept = {**seamless, **_kept(forward, backward, unfed(bound), limits)}
     released = {gather.bucket: gather.last + 1 for gather in forward.gathers}
     gathers: list[Gather] = []
     owners: list[tuple[int | None, int | None]] = []
@@ -176,10 +203,59 @@ def split(
             early.append(Early(backward.gathers[j].bucket, backward.dtypes[j], anchor))
             carried.add(j)
     waits = {k: _anchor(backward, w - shift) for k, w in enumerate(schedule.reduce_waits)}
+    fetches = _sent(forward, backward, joined, joined.problem.fetched, schedule.fetch_start)
+    reads = _sent(forward, backward, joined, joined.problem.read, schedule.read_start)
+    sent = (fetches.before | reads.before) - carried
     return (
-        GraphSchedule(starts[0], kept=frozenset(kept), early=tuple(early)),
-        GraphSchedule(starts[1], waits, frozenset(carried)),
+        GraphSchedule(
+            starts[0],
+            kept=frozenset(kept),
+            early=tuple(early),
+            fetches=fetches.forward,
+            reads=reads.forward,
+            sent=frozenset(backward.gathers[j].bucket for j in sent),
+        ),
+        GraphSchedule(
+            starts[1],
+            waits,
+            frozenset(carried),
+            fetches=fetches.backward,
+            reads=reads.backward,
+            fetched=fetches.before - carried,
+            read=reads.before - carried,
+        ),
     )
+
+
+class _Sent(NamedTuple):
+    """Shards that set out in either graph; ``before``: gathers of backward whose shard did in forward."""
+
+    forward: tuple[Departure, ...]
+    backward: tuple[Departure, ...]
+    before: frozenset[int]
+
+
+def _sent(
+    forward: Posed,
+    backward: Posed,
+    joined: Joined,
+    gathers: Sequence[int],
+    start: Callable[[int], int],
+) -> _Sent:
+    shift = len(forward.compute)
+    here: list[Departure] = []
+    there: list[Departure] = []
+    before = set()
+    for index in gathers:
+        i, j = joined.owners[index]
+        bucket, position = joined.problem.gathers[index].bucket, start(index)
+        if position >= shift:
+            there.append(Departure(bucket, _anchor(backward, position - shift)))
+        else:
+            here.append(Departure(bucket, _anchor(forward, position)))
+            if i is None and j is not None:
+                before.add(j)
+    return _Sent(tuple(here), tuple(there), frozenset(before))
 
 
 def within(problem: Problem, caps: Sequence[int | None], total: int | None) -> Problem:
@@ -196,6 +272,10 @@ def within(problem: Problem, caps: Sequence[int | None], total: int | None) -> P
     roof = max((live + room for live, room in zip(problem.live, free, strict=True)), default=0)
     live = tuple(roof - room for room in free)
     return replace(problem, live=live, limit=roof)
+
+
+def _more(caps: Sequence[int | None], extra: int) -> list[int | None]:
+    return [None if cap is None else cap + extra for cap in caps]
 
 
 def _least(cap: int | None, room: int | None) -> int:
@@ -369,7 +449,8 @@ class _Room:
 
 def _worth(first: Gather, second: Gather, shift: int) -> tuple[float, int]:
     """Sorts by seconds saved a byte, then by how soon backward wants it."""
-    saved = first.seconds / first.bytes if first.bytes else 0.0
+    seconds = first.seconds + first.fetch + first.read
+    saved = seconds / first.bytes if first.bytes else 0.0
     return -round(saved, 15), second.first + shift - first.last
 
 

@@ -10,7 +10,7 @@ from zero_compile.planner.read_back import Scheduled
 
 
 def explain(scheduled: Scheduled, bucket: int) -> list[str]:
-    """One line for each gather and each reduction of the bucket; none if the step has no such bucket."""
+    """Lines on each gather, its shard and each reduction of the bucket; none if the step has no such bucket."""
     times = evaluate(scheduled.problem, scheduled.schedule)
     lines: list[str] = []
     for i, gather in enumerate(scheduled.problem.gathers):
@@ -30,9 +30,36 @@ def _gather(scheduled: Scheduled, times: Times, i: int) -> Iterator[str]:
         f"gather of {gib(gather.bytes)}: starts before {_node(scheduled, start)}, on its way from "
         f"{_ms(begin)} to {_ms(end)}, first used by {_node(scheduled, gather.first)} at {_ms(used)}"
     )
+    if gather.fetch:
+        yield f"  {_shard(scheduled, times, i)}"
     yield f"  not later, because {_not_later(scheduled, times, i)}"
     yield f"  not earlier, because {_not_earlier(scheduled, times, i)}"
     yield f"  stays until {_node(scheduled, gather.last)}{_stays(scheduled, i)}"
+
+
+def _shard(scheduled: Scheduled, times: Times, i: int) -> str:
+    gather, schedule = scheduled.problem.gathers[i], scheduled.schedule
+    ways = [("copied to the device", schedule.fetch_start(i), times.fetch_begins, times.fetch_ends)]
+    if gather.read:
+        ways.insert(
+            0, ("read from NVMe", schedule.read_start(i), times.read_begins, times.read_ends)
+        )
+    told = ", then ".join(
+        f"{way} from {_ms(begins[i])} to {_ms(ends[i])}, set out before {_node(scheduled, start)}"
+        for way, start, begins, ends in ways
+    )
+    late = times.gather_issues[i] - _reached(schedule, times, i)
+    return f"its shard of {gib(gather.shard)}: {told}" + (
+        f": compute waits {_ms(late)} for it" if late > 1e-12 else ""
+    )
+
+
+def _reached(schedule: Schedule, times: Times, i: int) -> float:
+    """When the host comes to the gather."""
+    start = schedule.gather_starts[i]
+    if i and schedule.gather_starts[i - 1] == start:
+        return times.gather_issues[i - 1]
+    return times.issued[start]
 
 
 def _not_later(scheduled: Scheduled, times: Times, i: int) -> str:
@@ -87,13 +114,20 @@ def _reduction(scheduled: Scheduled, times: Times, j: int) -> str:
         f"reduction of {gib(reduction.moved or reduction.bytes)}: starts after "
         f"{_node(scheduled, reduction.ready)}, whose unit completes its gradients, ends at "
         f"{_ms(times.reduce_ends[j])}, is waited for {where}, where it has ended or its memory is needed"
+        + _evicted(times, j)
     )
+
+
+def _evicted(times: Times, j: int) -> str:
+    if j not in times.evict_ends:
+        return ""
+    return f"; goes to the host from {_ms(times.evict_begins[j])} to {_ms(times.evict_ends[j])}"
 
 
 def _moved(scheduled: Scheduled, i: int, by: int) -> float:
     starts = list(scheduled.schedule.gather_starts)
     starts[i] += by
-    moved = Schedule(tuple(starts), scheduled.schedule.reduce_waits)
+    moved = replace(scheduled.schedule, gather_starts=tuple(starts))
     return _exposed(replace(scheduled, schedule=moved))
 
 

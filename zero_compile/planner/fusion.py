@@ -152,6 +152,9 @@ _OF_THE_SCHEDULE: dict[Any, Kind] = {
     ops.reduce_scatter_wait: Kind.SCHEDULE,
     ops.all_gather_start: Kind.SCHEDULE,
     ops.release: Kind.SCHEDULE,
+    ops.read_start: Kind.SCHEDULE,
+    ops.fetch_start: Kind.SCHEDULE,
+    ops.evict: Kind.SCHEDULE,
     ops.channel: Kind.SCHEDULE,
 }
 

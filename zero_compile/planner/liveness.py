@@ -23,7 +23,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph
 
+from zero_compile.fx_graph import bucket_number
 from zero_compile.planner.fusion import Fusion, Index, Kind, copied_inputs, copied_weights, nbytes
+from zero_compile.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
 from zero_runtime.plan import BucketPlan, Policy, Stage, dtype_of
@@ -221,6 +223,7 @@ class _Builder:
     def storages(self) -> Iterator[Storage]:
         """All of them, in no particular order."""
         yield from self._early()
+        yield from self._fetched()
         for place in self._values:
             kind = self._index.kinds[place]
             if kind is Kind.GATHER:
@@ -308,6 +311,24 @@ class _Builder:
                 category = Category.GATHERED
                 yield Storage((node.name,), size, category, place, self._end, self._end + 1)
 
+    def _fetched(self) -> Iterator[Storage]:
+        """Shards on the device, until their gather has started; in place the bucket takes them over."""
+        on_device: dict[int, int] = {}
+        for place, node in enumerate(self._index.nodes if self._buckets else ()):
+            if node.target is ops.fetch_start:
+                on_device[bucket_number(node)] = place
+            elif node.target is ops.all_gather_start and bucket_number(node) in on_device:
+                number, dtype = bucket_number(node), node.args[2]
+                in_place = gathered_in_place(self._buckets[number], dtype)  # type: ignore[arg-type]
+                yield self._shard(on_device.pop(number), place, place + (not in_place))
+        for fetch in on_device.values():
+            yield self._shard(fetch, self._end, self._end + 1)
+
+    def _shard(self, fetch: int, last: int, freed: int) -> Storage:
+        node = self._index.nodes[fetch]
+        size = shard_bytes(self._buckets[bucket_number(node)])
+        return Storage((node.name,), size, Category.STAGING, fetch, last, freed)
+
     def _gathered_bytes(self, place: int) -> Bytes:
         node = self._index.nodes[place]
         if not self._buckets:
@@ -320,9 +341,12 @@ class _Builder:
         waits = [u for u in self._index.users[place] if _is_wait(self._index, u)]
         last = max(waits, default=place)
         size = self._reducing_bytes(place)
+        bucket = self._buckets[node.args[2]] if self._buckets else None  # type: ignore[index]
+        if bucket is not None and is_evicted(bucket, self._policy.stage):
+            size += shard_bytes(bucket)  # on the device up to the wait
+            waits = []
         yield Storage((name,), size, Category.REDUCING, place, last, last + 1)
         for wait in waits:
-            bucket = self._buckets[node.args[2]] if self._buckets else None  # type: ignore[index]
             size = nbytes(self._index.nodes[wait])
             if bucket is not None:
                 size = reduced_numel(bucket, self._policy.stage) * bucket.torch_dtype.itemsize
@@ -425,6 +449,10 @@ def _can_be_taken(storage: Storage) -> bool:
     return dead and mine and storage.category in (Category.ACTIVATIONS, Category.GRADIENTS)
 
 
+#: Memory that Inductor knows nothing of.
+_UNSEEN = {Category.REDUCING, Category.STAGING}
+
+
 class _Pool:
     """Dead storages by size, last in first out, and Inductor's estimate of the peak."""
 
@@ -439,7 +467,7 @@ class _Pool:
         self._sizes = [_size_or_zero(s, sizes) for s in storages]
         change = np.zeros(len(executed) + 1, dtype=np.int64)
         for storage, size in zip(storages, self._sizes, strict=True):
-            if storage.category is not Category.REDUCING and storage.origin is not Origin.ARGUMENT:
+            if storage.category not in _UNSEEN and storage.origin is not Origin.ARGUMENT:
                 change[bisect_left(executed, storage.defined)] += size
                 change[bisect_right(executed, storage.last)] -= size
         self._held = np.cumsum(change[:-1])

@@ -6,7 +6,7 @@ with, so ranks that trace equal sizes pose equal problems.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph
 
@@ -17,10 +17,12 @@ from zero_compile.planner.costs import (
     graph_seconds,
     role,
     traced_sizes,
+    transfer_seconds,
 )
 from zero_compile.planner.hardware import Hardware
 from zero_compile.planner.liveness import Liveness
 from zero_compile.planner.problem import Gather, Problem, Reduce
+from zero_compile.tiers import gathered_in_place, is_evicted, is_fetched, is_read, shard_bytes
 from zero_runtime import ops
 from zero_runtime.plan import BucketPlan, Channel, Policy, Stage, dtype_name, dtype_of
 from zero_runtime.timeline import Category
@@ -145,10 +147,25 @@ def _gathers(
         first = needed[wait.name]
         last = max(first, released.get(wait.name, first))
         earliest = min(free.get(number, 0), first)
-        gathers.append(Gather(number, MARGIN * seconds, size, first, last, earliest))
+        gather = Gather(number, MARGIN * seconds, size, first, last, earliest)
+        gathers.append(_fed(gather, bucket, dtype, hardware))
         free[number] = last + 1
         dtypes.append(dtype)
     return gathers, dtypes
+
+
+def _fed(gather: Gather, bucket: BucketPlan, dtype: str, hardware: Hardware) -> Gather:
+    """With what it takes to bring its shard to the device."""
+    if not is_fetched(bucket):
+        return gather
+    shard, on_nvme = shard_bytes(bucket), is_read(bucket)
+    return replace(
+        gather,
+        fetch=MARGIN * transfer_seconds(Channel.HOST_TO_DEVICE, shard, hardware),
+        read=MARGIN * transfer_seconds(Channel.NVME_READ, shard, hardware) if on_nvme else 0.0,
+        shard=shard,
+        in_place=gathered_in_place(bucket, dtype_of(dtype)),
+    )
 
 
 def _reductions(
@@ -172,4 +189,9 @@ def _reduction(
     moved = bucket.padded * dtype.itemsize
     seconds = collective_seconds(Channel.REDUCE_SCATTER, moved, bucket.world_size, hardware)
     held = 0 if policy.stage is Stage.OPTIMIZER else bucket.reducing_bytes(dtype)
-    return Reduce(number, MARGIN * seconds, held, ready, moved)
+    reduction = Reduce(number, MARGIN * seconds, held, ready, moved)
+    if not is_evicted(bucket, policy.stage):
+        return reduction
+    shard = shard_bytes(bucket)
+    evict = MARGIN * transfer_seconds(Channel.DEVICE_TO_HOST, shard, hardware)
+    return replace(reduction, bytes=held + shard, evict=evict, shard=shard)

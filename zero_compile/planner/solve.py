@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from math import ulp
 
 from zero_compile.planner import contention
-from zero_compile.planner.evaluate import Times, evaluate, peak_bytes
-from zero_compile.planner.problem import Gather, Problem, Schedule
+from zero_compile.planner.evaluate import evaluate, peak_bytes
+from zero_compile.planner.problem import Problem, Schedule
 from zero_runtime.errors import PlanError
 
 
@@ -56,18 +56,22 @@ def just_in_time(problem: Problem, schedule: Schedule) -> Schedule:
     deadline = float("inf")
     for i in range(len(starts) - 1, -1, -1):
         gather = problem.gathers[i]
-        deadline = _latest_begin(gather, min(times.starts[gather.first], deadline), times, i)
+        finish = min(times.starts[gather.first], deadline)
+        deadline = latest_begin(finish, gather.seconds, times.gather_begins[i])
         latest = bisect_right(times.issued, deadline, starts[i], gather.first + 1) - 1
         starts[i] = max(starts[i], latest)
     return Schedule(tuple(starts), schedule.reduce_waits)
 
 
-def _latest_begin(gather: Gather, finish: float, times: Times, i: int) -> float:
-    begin = finish - gather.seconds
-    # Rounding must neither delay a node by a hair nor lose the position that was possible before.
-    while begin + gather.seconds > finish:
+def latest_begin(finish: float, seconds: float, earliest: float) -> float:
+    """When something that takes ``seconds`` begins at the latest to end by ``finish``.
+
+    ``earliest`` is a time that is known to do: rounding must neither delay a node by a hair nor lose it.
+    """
+    begin = finish - seconds
+    while begin + seconds > finish:
         begin -= ulp(finish)
-    return max(begin, times.gather_begins[i])
+    return max(begin, earliest)
 
 
 def _with_natural_waits(problem: Problem, starts: tuple[int, ...]) -> Schedule:

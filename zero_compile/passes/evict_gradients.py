@@ -1,0 +1,36 @@
+"""Reduced gradients go to the host where the optimizer works there.
+
+Right after the wait for the reduction: the device's memory is free again as soon as it can be, and
+the copy overlaps with the rest of backward.
+"""
+
+from collections.abc import Sequence
+
+from torch.fx import GraphModule
+
+from zero_compile.fx_graph import bucket_number, calls, output_node
+from zero_compile.passes.effects import channel_of, insert_call
+from zero_compile.tiers import is_evicted
+from zero_runtime import ops
+from zero_runtime.plan import BucketPlan, Stage
+
+
+def evict_gradients(
+    gm: GraphModule, *, buckets: Sequence[BucketPlan], stage: Stage = Stage.PARAMETERS
+) -> GraphModule:
+    """Insert ``zero3.evict`` behind each ``reduce_scatter_wait`` of a bucket with optimizer state off the
+    device; the graph then returns what that gives.
+
+    ``buckets`` by number; none of those left out is evicted. At stage 1 nothing is.
+    """
+    graph = gm.graph
+    leaving = {n for n, bucket in enumerate(buckets) if is_evicted(bucket, stage)}
+    for wait in calls(graph, ops.reduce_scatter_wait):
+        if bucket_number(wait) in leaving:
+            with graph.inserting_after(wait):
+                evicted = insert_call(
+                    graph, ops.evict, wait, channel_of(graph), bucket_number(wait)
+                )
+            output_node(graph).replace_input_with(wait, evicted)
+    graph.lint()
+    return gm
