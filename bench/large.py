@@ -8,7 +8,7 @@ parameters, gradients and AdamW state (float32 masters and moments: 16 bytes a p
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -54,13 +54,20 @@ class Moved(NamedTuple):
     written: int
 
 
-def train(width: int, layers: int, rows: int, steps: int, folder: Path) -> list[Step]:
+class Run(NamedTuple):
+    """A training: peak resident memory while the model was built and partitioned, and its steps."""
+
+    construction: int
+    steps: list[Step]
+
+
+def train(width: int, layers: int, rows: int, steps: int, folder: Path) -> Run:
     """Train ``layers`` layers on one batch of ``rows``."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual(width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     nvme = {"device": "nvme", "nvme_path": str(folder)}
-    options = {
+    options: dict[str, Any] = {
         "bf16": True,
         "offload_param": {**nvme, "buffer_count": 3},
         "offload_optimizer": {**nvme, "buffer_count": 3},
@@ -68,6 +75,7 @@ def train(width: int, layers: int, rows: int, steps: int, folder: Path) -> list[
     }
     zero_compile.partition(model, options)
     native.trim()
+    construction = peak_bytes()
     compiled = torch.compile(model, backend="zero3", options=options)
     x, y = torch.randn(2, rows, width, dtype=torch.bfloat16)
     parameters = sum(p.numel() for p in model.parameters())
@@ -81,9 +89,10 @@ def train(width: int, layers: int, rows: int, steps: int, folder: Path) -> list[
         optimizer.zero_grad()
         after = moved(model)
         seconds = time.perf_counter() - began
-        bytes_each = [(b - a) / parameters for a, b in zip(before, after, strict=True)]
-        taken.append(Step(float(loss.detach()), seconds, *bytes_each, peak_bytes()))
-    return taken
+        read = (after.read - before.read) / parameters
+        written = (after.written - before.written) / parameters
+        taken.append(Step(float(loss.detach()), seconds, read, written, peak_bytes()))
+    return Run(construction, taken)
 
 
 def moved(model: nn.Module) -> Moved:
@@ -95,14 +104,20 @@ def moved(model: nn.Module) -> Moved:
     return Moved(sum(s.bytes_read for s in stats), sum(s.bytes_written for s in stats))
 
 
-def show(steps: list[Step], construction: int) -> Table:
+def show(run: Run) -> Table:
     """One row a step."""
-    table = Table("step", "loss", "s", "B read / parameter", "B written / parameter", "peak RSS, MB")
-    table.add_row("construction", "", "", "", "", f"{construction / 1e6:,.0f}")
-    for number, step in enumerate(steps):
+    table = Table(
+        "step", "loss", "s", "B read / parameter", "B written / parameter", "peak RSS, MB"
+    )
+    table.add_row("construction", "", "", "", "", f"{run.construction / 1e6:,.0f}")
+    for number, step in enumerate(run.steps):
         moves = (f"{step.read:.1f}", f"{step.written:.1f}")
         table.add_row(
-            str(number), f"{step.loss:.4f}", f"{step.seconds:.1f}", *moves, f"{step.peak / 1e6:,.0f}"
+            str(number),
+            f"{step.loss:.4f}",
+            f"{step.seconds:.1f}",
+            *moves,
+            f"{step.peak / 1e6:,.0f}",
         )
     return table
 
@@ -125,7 +140,7 @@ def main(
         f"{parameters / 1e9:.2f} thousand million parameters, {parameters * STATE_BYTES / 1e9:.1f} GB of state, "
         f"{torch.get_num_threads()} threads"
     )
-    console.print(show(taken, 0))
+    console.print(show(taken))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import zero_compile
 from zero_runtime import depot as depots
 from zero_runtime.errors import SwapError, UnsupportedError
 from zero_runtime.gradient import SpentGradient
+from zero_runtime.lion import Lion
 from zero_runtime.plan import Tier
 from zero_runtime.session import session_of
 from zero_runtime.swap import Faults
@@ -153,6 +154,7 @@ def test_a_bucket_lives_where_its_options_say(tmp_path):
         (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
         (torch.optim.SGD, {}),
+        (Lion, {"lr": 1e-3, "weight_decay": 0.1}),
         (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
     ],
 )

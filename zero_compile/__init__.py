@@ -1,11 +1,35 @@
 """ZeRO-3 as a compiler pass: ``torch.compile(model, backend="zero3")``.
 
 A training script needs nothing from here; the backends are found by name. What this package
-offers on top looks at a compiled model: what it holds, and the plans it runs.
+offers on top looks at a compiled model (what it holds, and the plans it runs), and is the way in for
+programs written for DeepSpeed: ``initialize`` and the estimates of memory.
 """
 
 from zero_compile.capture import partition
+from zero_compile.deepspeed.estimate import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zero_compile.deepspeed.start import initialize
 from zero_compile.no_sync import no_sync
 from zero_compile.report import MemoryReport, memory_report, plans, timelines
 
-__all__ = ["MemoryReport", "memory_report", "no_sync", "partition", "plans", "timelines"]
+__all__ = [
+    "MemoryReport",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "initialize",
+    "memory_report",
+    "no_sync",
+    "partition",
+    "plans",
+    "timelines",
+]

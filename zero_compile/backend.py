@@ -53,7 +53,7 @@ def _compile(
     mode: str | None = None,
 ) -> Any:
     refuse_torch_version()
-    settings = parse(options)
+    settings = parse(options, stage=int(stage))
     patches = {**compat.mode_patches(mode), **compat.PLANNED_ORDER, **settings.inductor}
     capture = Capture.of(gm, example_inputs, settings, stage)
     if not capture.entries:

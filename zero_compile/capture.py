@@ -147,7 +147,7 @@ def partition(
     """
     if stage not in tuple(Stage):
         raise OptionError(f"stage {stage!r}: ZeRO has the stages 1, 2 and 3")
-    settings = parse(options)
+    settings = parse(options, stage=stage)
     for module in model.modules():
         refuse_wrapper(module)
     named = parameter_names(model)

@@ -18,6 +18,7 @@ from pydantic import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_compile.deepspeed.convert import expanded
 from zero_compile.layout import LayoutPolicy
 from zero_compile.offload import OffloadOptimizer, OffloadParam
 from zero_compile.planner.budget import parse_bytes
@@ -201,15 +202,15 @@ class Options(BaseModel):
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bfp16": "bfloat16", "fp16": "float16"}
 
 
-def parse(options: Mapping[str, Any] | None) -> Options:
-    """Options from what the user wrote.
+def parse(options: Mapping[str, Any] | None, *, stage: int | None = None) -> Options:
+    """Options from what the user wrote, for a backend of ``stage``; None: of any.
 
     Raises:
         OptionError: an unknown name (the nearest valid one is named) or a value of the wrong kind.
     """
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options: expected a dict of names and values, got {options!r}")
-    given = dict(options or {})
+    given = expanded(options or {}, stage=stage)
     for name in given:
         if name not in Options.model_fields and name not in ALIASES:
             raise OptionError(_unknown(name))
@@ -249,7 +250,7 @@ def _checked(options: Options) -> Options:
 
 
 def _unknown(name: object) -> str:
-    known = sorted(Options.model_fields)
+    known = sorted([*Options.model_fields, "config"])
     if not isinstance(name, str):
         return f"names of options are strings, got {name!r}. Valid options: {', '.join(known)}."
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)

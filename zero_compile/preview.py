@@ -115,7 +115,7 @@ def preview(
         raise OptionError(f"stage {stage!r}: ZeRO has the stages 1, 2 and 3")
     if world_size < 1:
         raise OptionError(f"a world has at least one rank, got {world_size}")
-    settings = parse(options)
+    settings = parse(options, stage=stage)
     compat.forget_compiled()
     with compat.fake_tensors(), torch.set_grad_enabled(train):
         model, args, kwargs = make_model()

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
 from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.lion import Lion
 from zero_runtime.offload import ON_DEVICE
 from zero_runtime.offloaded import OffloadedOptimizer
 from zero_runtime.session import Session, session_of
@@ -35,6 +36,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
+    Lion,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_runtime import host_optimizer as host
+from zero_runtime.lion import Lion
 
 Group = Mapping[str, Any]
 States = Mapping[str, torch.Tensor]
@@ -96,6 +97,12 @@ def _adagrad_initial(group: Group) -> float:
     return float(group.get("initial_accumulator_value", 0.0))
 
 
+def _lion(bucket: host.Bucket, states: States, step: int, group: Group) -> None:
+    first, second = map(float, group["betas"])
+    options = host.LionOptions(float(group["lr"]), (first, second), float(group["weight_decay"]))
+    host.lion_step(bucket, states["exp_avg"], options)
+
+
 _ADAM = Recipe(_adam_states, _adam, counts=True)
 
 _RECIPES: dict[type[torch.optim.Optimizer], Recipe] = {
@@ -103,4 +110,5 @@ _RECIPES: dict[type[torch.optim.Optimizer], Recipe] = {
     torch.optim.Adam: _ADAM,
     torch.optim.SGD: Recipe(_sgd_states, _sgd, counts=False),
     torch.optim.Adagrad: Recipe(lambda group: ("sum",), _adagrad, True, _adagrad_initial),
+    Lion: Recipe(lambda group: ("exp_avg",), _lion, counts=False),
 }
