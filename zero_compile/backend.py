@@ -90,6 +90,10 @@ class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
         """Inductor copies its config for cache keys; what this one holds is live and has no copy."""
         return self
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Inductor also pickles its config for cache keys: this one stands there by its name."""
+        return str, (self.uuid(),)
+
     def uuid(self) -> str:
         """Names this partitioner in Inductor's cache keys; the graphs themselves hold the rest."""
         return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}"

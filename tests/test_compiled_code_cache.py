@@ -1,0 +1,55 @@
+"""Inductor's cache of compiled code: what a session holds must not enter its keys."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from zero_compile.backend import JointPartitioner
+
+
+def train_once(options: dict[str, object]) -> float:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="zero3", options=options)
+    loss = 0.0
+    for _ in range(2):
+        output = compiled(torch.ones(3, 6)).square().mean()
+        output.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = float(output.detach())
+    return loss
+
+
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+def test_an_equal_model_of_another_session_finds_its_code(tmp_path, place):
+    options: dict[str, object] = {"inductor": {"fx_graph_cache": True}}
+    if place != "none":
+        options["offload_optimizer"] = {"device": place}
+    if place == "nvme":
+        options["nvme_path"] = str(Path(tmp_path))
+    first = train_once(options)
+    counters.clear()
+    assert train_once(options) == first
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_the_partitioner_stands_in_keys_by_its_name():
+    class Held:
+        class session:  # noqa: N801
+            stage = 3
+
+        def __reduce__(self) -> str:
+            raise TypeError("what a session holds is live")
+
+    one, other = (JointPartitioner(Held(), Held()) for _ in range(2))  # type: ignore[arg-type]
+    assert pickle.dumps(one) == pickle.dumps(other)
+    assert copy.deepcopy(one) is one
