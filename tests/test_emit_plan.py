@@ -1,7 +1,7 @@
 """emit_plan: steps and the bytes held while each runs, against a slow recount from the graph."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -9,7 +9,9 @@ import torch
 from graphs import (
     BACKWARD,
     FORWARD,
+    HOST,
     INFERENCE,
+    NVME,
     Autocast,
     Recording,
     call_before,
@@ -23,10 +25,12 @@ from torch.fx import GraphModule, Node
 
 from zero_compile.emit_plan import emit_plan
 from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.passes.insert_fetches import insert_fetches
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
+from zero_compile.planner.decide import GraphSchedule
 from zero_runtime import ops
-from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, StepKind
+from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, Residence, StepKind, Tier
 
 GRAPHS = (FORWARD, BACKWARD, INFERENCE)
 
@@ -60,11 +64,48 @@ def mlp_alone() -> Recording:
     return mlp(world_size=1)
 
 
+def offloaded(world_size: int, schedule: str, residence: Residence) -> Callable[[], Recording]:
+    return lambda: mlp(world_size, schedule, residence)
+
+
+@cache
+def autocast_on_host() -> Recording:
+    model = Autocast(make_mlp())
+    return record(model, torch.randn(3, 8), infer=True, bucket_bytes=512, residence=HOST)
+
+
 RECORDINGS = [mlp, mlp_on_demand, mlp_alone, gpt, autocast, two_biases]
+OFFLOADED = [
+    offloaded(2, "one_ahead", NVME),
+    offloaded(2, "on_demand", HOST),
+    offloaded(2, "all_first", Residence(optimizer=Tier.HOST)),
+    offloaded(1, "one_ahead", NVME),
+    autocast_on_host,
+]
 
 
 def nbytes(node: Node) -> int:
     return node.meta["val"].numel() * node.meta["val"].dtype.itemsize
+
+
+def chunk_bytes(bucket: BucketPlan) -> int:
+    return bucket.chunk * bucket.torch_dtype.itemsize
+
+
+def fetched(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, int, int]]:
+    """From each fetch up to its gather: included, where the shard is copied into the bucket then."""
+    place = list(gm.graph.nodes).index
+    starts = [
+        (bucket_number(s), place(s), s.args[2]) for s in calls(gm.graph, ops.all_gather_start)
+    ]
+    found = []
+    for fetch in calls(gm.graph, ops.fetch_start):
+        number = bucket_number(fetch)
+        last, dtype = min((p, d) for b, p, d in starts if b == number and p > place(fetch))
+        bucket = buckets[number]
+        is_bucket = bucket.world_size == 1 and dtype is bucket.torch_dtype
+        found.append((place(fetch), last - is_bucket, chunk_bytes(bucket)))
+    return found
 
 
 def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, int, int]]:
@@ -81,6 +122,8 @@ def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, i
         (start, next(iter(start.users)), buckets[bucket_number(start)])
         for start in calls(gm.graph, ops.reduce_scatter_start)
     ]
+    shards = fetched(gm, buckets)
+    evicted = {evict.args[0]: place(evict) for evict in calls(gm.graph, ops.evict)}
     last_start: dict[Node, int] = {}
     for start, _, _ in reductions:
         for gradient in start.args[0]:
@@ -89,21 +132,25 @@ def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, i
     for now, node in enumerate(nodes):
         if node.target not in ops.SCHEDULED:
             continue
-        gathered = sum(size for first, last, size in gathers if first <= now <= last)
+        gathered = sum(size for first, last, size in [*gathers, *shards] if first <= now <= last)
         reducing = sum(
             b.reducing_bytes()
             for first, last, b in reductions
             if place(first) <= now <= place(last)
         )
         whole = sum(nbytes(g) for g, last in last_start.items() if place(g) < now <= last)
-        shards = sum(
-            b.chunk * b.torch_dtype.itemsize for first, _, b in reductions if place(first) <= now
+        reduced = sum(
+            chunk_bytes(b)
+            for first, last, b in reductions
+            if place(first) <= now <= evicted.get(last, len(nodes))
         )
-        held.append((gathered, reducing, whole + shards))
+        held.append((gathered, reducing, whole + reduced))
     return held
 
 
-@pytest.mark.parametrize(("recorded", "graph"), list(itertools.product(RECORDINGS, GRAPHS)))
+@pytest.mark.parametrize(
+    ("recorded", "graph"), list(itertools.product([*RECORDINGS, *OFFLOADED], GRAPHS))
+)
 def test_bytes_held_agree_with_a_slow_recount(recorded, graph):
     recording = recorded()
     plan = recording.plans[graph]
@@ -125,6 +172,27 @@ def test_steps_are_the_graphs_in_order(recorded, graph):
         assert step.bytes == plan.buckets[step.bucket].padded * getattr(torch, step.dtype).itemsize
 
 
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_steps_that_move_shards_are_the_graphs_and_move_a_chunk_as_it_is_stored(graph):
+    recording = mlp(2, "one_ahead", NVME)
+    nodes = [n for n in recording.scheduled(graph).graph.nodes if n.target in ops.SCHEDULED]
+    plan = recording.plans[graph]
+    assert [(s.kind, s.bucket) for s in plan.steps] == [
+        (n.target._schema.name.removeprefix("zero3::"), bucket_number(n)) for n in nodes
+    ]
+    moving = (StepKind.READ_START, StepKind.FETCH_START, StepKind.EVICT)
+    steps = [s for s in plan.steps if s.kind in moving]
+    assert steps
+    for step in steps:
+        bucket = plan.buckets[step.bucket]
+        assert (step.bytes, step.dtype) == (chunk_bytes(bucket), bucket.dtype)
+
+
+def test_plans_with_shards_survive_json():
+    for plan in mlp(2, "one_ahead", NVME).plans.values():
+        assert Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize(("recorded", "graph"), list(itertools.product([mlp, gpt], GRAPHS)))
 def test_all_that_was_gathered_is_released(recorded, graph):
     steps = recorded().plans[graph].steps
@@ -143,6 +211,13 @@ def test_each_kind_of_step_occupies_its_channel():
         StepKind.RELEASE: Channel.COMPUTE,
         StepKind.REDUCE_SCATTER_START: Channel.REDUCE_SCATTER,
         StepKind.REDUCE_SCATTER_WAIT: Channel.REDUCE_SCATTER,
+    }
+    offload = {s.kind: s.channel for s in mlp(2, "one_ahead", NVME).plans[BACKWARD].steps}
+    assert offload == {
+        **channels,
+        StepKind.READ_START: Channel.NVME_READ,
+        StepKind.FETCH_START: Channel.HOST_TO_DEVICE,
+        StepKind.EVICT: Channel.DEVICE_TO_HOST,
     }
 
 
@@ -210,11 +285,66 @@ def test_backward_ends_with_the_shards_of_all_gradients():
     assert plan.steps[-1].gradient_bytes == shards
 
 
-@pytest.mark.parametrize("recorded", RECORDINGS)
+@pytest.mark.parametrize("recorded", [*RECORDINGS, *OFFLOADED])
 def test_no_step_holds_less_than_nothing(recorded):
     for plan in recorded().plans.values():
         for step in plan.steps:
             assert min(step.gathered_bytes, step.reducing_bytes, step.gradient_bytes) >= 0
+
+
+def test_backward_ends_without_the_gradients_that_it_has_evicted():
+    plan = mlp(2, "one_ahead", HOST).plans[BACKWARD]
+    last = plan.steps[-1]
+    assert last.kind is StepKind.EVICT
+    assert last.gradient_bytes == chunk_bytes(plan.buckets[last.bucket])
+
+
+def test_a_gather_whose_shard_nothing_has_fetched_holds_both():
+    """What a graph without the nodes does: everything at the gather."""
+    gm = mlp(2, "on_demand", HOST).before("insert_fetches", FORWARD)
+    buckets = mlp(2, "on_demand", HOST).buckets
+    plan = emit_plan(
+        release_after_last_reader(gm),
+        name="test",
+        phase=Phase.FORWARD,
+        world_size=2,
+        policy="on_demand",
+        buckets=buckets,
+    )
+    for step in plan.steps:
+        whole = buckets[step.bucket].gathered_bytes(torch.float32)
+        start = step.kind is StepKind.ALL_GATHER_START
+        assert step.gathered_bytes == whole + (chunk_bytes(buckets[step.bucket]) if start else 0)
+
+
+def test_shards_that_arrive_fetched_are_held_from_the_beginning_of_the_graph():
+    recording = mlp(2, "on_demand", HOST)
+    gm = recording.before("insert_fetches", FORWARD)
+    schedule = GraphSchedule(fetched=frozenset({2}), carried_in=frozenset({0}))
+    gm = insert_fetches(gm, buckets=recording.buckets, schedule=schedule)
+    plan = emit_plan(
+        release_after_last_reader(gm),
+        name="test",
+        phase=Phase.FORWARD,
+        world_size=2,
+        policy="planned",
+        buckets=recording.buckets,
+        schedule=schedule,
+    )
+    whole = [bucket.gathered_bytes(torch.float32) for bucket in recording.buckets]
+    shard = [chunk_bytes(bucket) for bucket in recording.buckets]
+    assert [(s.kind, s.bucket, s.gathered_bytes) for s in plan.steps] == [
+        (StepKind.ALL_GATHER_START, 0, shard[2] + whole[0]),
+        (StepKind.ALL_GATHER_WAIT, 0, shard[2] + whole[0]),
+        (StepKind.RELEASE, 0, shard[2] + whole[0]),
+        (StepKind.FETCH_START, 1, shard[2] + shard[1]),
+        (StepKind.ALL_GATHER_START, 1, shard[2] + shard[1] + whole[1]),
+        (StepKind.ALL_GATHER_WAIT, 1, shard[2] + whole[1]),
+        (StepKind.RELEASE, 1, shard[2] + whole[1]),
+        (StepKind.ALL_GATHER_START, 2, shard[2] + whole[2]),
+        (StepKind.ALL_GATHER_WAIT, 2, whole[2]),
+        (StepKind.RELEASE, 2, whole[2]),
+    ]
 
 
 def test_a_peak_is_at_least_its_parts_and_at_most_their_sum():

@@ -7,6 +7,7 @@ import pytest
 from zero_compile.planner.budget import gib
 from zero_compile.planner.evaluate import exposed_seconds
 from zero_compile.planner.explain import explain
+from zero_compile.planner.feed import solve_fed
 from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
 from zero_compile.planner.read_back import Scheduled
 from zero_compile.planner.solve import solve
@@ -107,6 +108,36 @@ def test_a_reduction() -> None:
 def test_a_reduction_that_is_waited_for_at_the_end() -> None:
     problem = Problem((1.0,), (0,), (), (Reduce(0, 0.5, SIZE, 0),))
     assert "is waited for at the end" in said(scheduled(problem), 0)
+
+
+def test_a_shard_on_nvme() -> None:
+    gathers = tuple(Gather(k, 0.25, SIZE, k, k, 0, 0.25, 0.5, SIZE // 2) for k in range(5))
+    problem = Problem((1.0,) * 5, (0,) * 5, gathers)
+    nodes = ("", *"bcde")
+    found = Scheduled(problem, solve_fed(problem), nodes, 10)
+    _, shard, *_ = explain(found, 3)
+    assert shard == (
+        f"  its shard of {gib(SIZE // 2)}: read from NVMe from 2250.000 ms to 2750.000 ms, set out before "
+        "b (forward), then copied to the device from 2750.000 ms to 3000.000 ms, set out before b (forward)"
+    )
+    assert explain(found, 0)[1].endswith(": compute waits 750.000 ms for it")
+    assert explain(found, 1)[1].endswith(": compute waits 500.000 ms for it")
+
+
+def test_a_shard_on_the_host() -> None:
+    problem = Problem((1.0,), (0,), (Gather(0, 0.25, SIZE, 0, 0, 0, 0.25, 0.0, SIZE),))
+    _, shard, *_ = explain(Scheduled(problem, solve_fed(problem), ("",), 1), 0)
+    assert shard == (
+        f"  its shard of {gib(SIZE)}: copied to the device from 0.000 ms to 250.000 ms, set out before "
+        "the beginning (forward): compute waits 250.000 ms for it"
+    )
+
+
+def test_a_reduced_gradient_that_goes_to_the_host() -> None:
+    reduction = Reduce(0, 0.5, SIZE, 0, evict=0.25, shard=SIZE // 4)
+    problem = Problem((1.0,), (0,), (), (reduction,))
+    (line,) = explain(scheduled(problem), 0)
+    assert line.endswith("; goes to the host from 1500.000 ms to 1750.000 ms")
 
 
 def test_a_bucket_that_the_step_does_not_move() -> None:

@@ -1,27 +1,46 @@
 """pose and read_back: graphs as problems, and scheduled graphs as the schedules that they have."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from graphs import BACKWARD, FORWARD, INFERENCE, Recording, TinyGpt, mlp, record, traced
+from graphs import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    INFERENCE,
+    NVME,
+    Recording,
+    TinyGpt,
+    mlp,
+    record,
+    traced,
+)
 from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
 from zero_compile.fx_graph import bucket_number, calls, positions
 from zero_compile.planner import hardware
-from zero_compile.planner.costs import Role, collective_seconds, graph_seconds, role
+from zero_compile.planner.costs import (
+    Role,
+    collective_seconds,
+    graph_seconds,
+    role,
+    transfer_seconds,
+)
 from zero_compile.planner.decide import GraphSchedule, Limits, join, plan_graph, plan_step, split
 from zero_compile.planner.evaluate import exposed_seconds
+from zero_compile.planner.feed import solve_fed
 from zero_compile.planner.hardware import Hardware, Link
 from zero_compile.planner.pose import MARGIN, Posed, pose
+from zero_compile.planner.problem import STAGING_SLOTS
 from zero_compile.planner.prove import prove
 from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
 from zero_compile.planner.simulate import simulate
-from zero_compile.planner.solve import solve
 from zero_runtime import ops
-from zero_runtime.plan import Channel, Policy, Stage
+from zero_runtime.plan import Channel, Policy, Residence, Stage
 
 CPU = hardware.load("cpu")
 #: Transfers so slow that gathers want to start long before their uses.
@@ -30,8 +49,9 @@ TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 
 
 @cache
-def gpt(schedule: str) -> Recording:
-    return record(TinyGpt(), TOKENS, TOKENS, infer=True, bucket_bytes=2048, schedule=schedule)
+def gpt(schedule: str, residence: Residence | None = None) -> Recording:
+    options = {"bucket_bytes": 2048, "schedule": schedule, "residence": residence}
+    return record(TinyGpt(), TOKENS, TOKENS, infer=True, **options)
 
 
 def bucketed(recording: Recording, graph: str) -> GraphModule:
@@ -41,6 +61,11 @@ def bucketed(recording: Recording, graph: str) -> GraphModule:
 
 def posed(recording: Recording, gm: GraphModule, profile: Hardware = CPU) -> Posed:
     return pose(gm.graph, recording.buckets, Policy(), profile)
+
+
+def offloaded(residence: Residence):
+    """The GPT, as the others are recorded."""
+    return lambda _, schedule: gpt(schedule, residence)
 
 
 def kernels(gm: GraphModule) -> list[str]:
@@ -115,6 +140,49 @@ def test_a_policy_changes_what_reductions_move_and_hold() -> None:
     assert [r.bytes for r in in_place] == [0, 0, 0]
 
 
+def test_what_brings_shards_and_takes_gradients_is_posed() -> None:
+    recording = gpt("planned", NVME)
+    forward = posed(recording, bucketed(recording, FORWARD))
+    for gather, bare in zip(
+        forward.gathers,
+        posed(gpt("planned"), bucketed(gpt("planned"), FORWARD)).gathers,
+        strict=True,
+    ):
+        shard = recording.buckets[gather.bucket].chunk * 4
+        assert gather.shard == shard == gather.bytes // 2
+        up = transfer_seconds(Channel.HOST_TO_DEVICE, shard, CPU)
+        read = transfer_seconds(Channel.NVME_READ, shard, CPU)
+        assert (gather.fetch, gather.read) == pytest.approx((MARGIN * up, MARGIN * read))
+        assert replace(gather, fetch=0.0, read=0.0, shard=0) == bare
+    for reduction in posed(recording, bucketed(recording, BACKWARD)).reductions:
+        shard = recording.buckets[reduction.bucket].chunk * 4
+        down = transfer_seconds(Channel.DEVICE_TO_HOST, shard, CPU)
+        assert reduction.shard == shard
+        assert reduction.evict == pytest.approx(MARGIN * down)
+        assert reduction.bytes == 2 * reduction.moved + shard
+
+
+def test_a_shard_on_the_host_is_not_read() -> None:
+    recording = gpt("planned", HOST)
+    gathers = posed(recording, bucketed(recording, FORWARD)).gathers
+    assert all(g.fetch and not g.read and not g.in_place for g in gathers)
+
+
+def test_one_rank_alone_gathers_in_the_memory_of_its_shard() -> None:
+    recording = mlp(1, "planned", HOST)
+    for gather in posed(recording, bucketed(recording, FORWARD)).gathers:
+        assert gather.in_place
+        assert gather.bytes == gather.shard == recording.buckets[gather.bucket].padded * 4
+        assert gather.seconds == 0
+
+
+def test_evicted_gradients_do_not_pile_up_in_backward() -> None:
+    there, here = gpt("planned", HOST), gpt("planned")
+    shards = sum(bucket.chunk * 4 for bucket in here.buckets)
+    kept, gone = (posed(r, bucketed(r, BACKWARD)).live[-1] for r in (here, there))
+    assert kept - gone >= shards - max(bucket.chunk * 4 for bucket in here.buckets)
+
+
 def test_a_bucket_is_used_from_its_first_kernel_to_its_last() -> None:
     """``a``'s bucket twice, with ``b``'s between its uses."""
 
@@ -170,10 +238,13 @@ def test_a_graph_without_kernels_has_one_unit() -> None:
 # ------------------------------------------------------------------------------ read back
 
 
-def halves(recorded, schedule: GraphSchedule, graph: str, profile: Hardware) -> Half:
+def halves(
+    recorded, schedule: GraphSchedule, graph: str, profile: Hardware, slots: int = STAGING_SLOTS
+) -> Half:
     """The graph scheduled anew, as the pipeline does it."""
     recording = recorded(2, "planned")
-    gm = pipeline.run(pipeline.schedule("planned", schedule), bucketed(recording, graph))
+    stages = pipeline.schedule("planned", schedule, buckets=recording.buckets, slots=slots)
+    gm = pipeline.run(stages, bucketed(recording, graph))
     return Half(gm.graph, posed(recording, gm, profile), schedule)
 
 
@@ -184,10 +255,17 @@ LIMITS = {
     "gathered": Limits(gathered=10_000),
     "ahead": Limits(1 << 20, ahead=0),
     "persistent": Limits(persistent=frozenset({0, 1})),
+    "few slots": Limits(slots=2),
 }
 
+OFFLOADED = [
+    pytest.param(offloaded(NVME), id="gpt on nvme"),
+    pytest.param(offloaded(HOST), id="gpt on host"),
+    pytest.param(lambda n, s: mlp(n, s, NVME), id="mlp on nvme"),
+]
 
-@both_models
+
+@pytest.mark.parametrize("recorded", [*RECORDINGS, *OFFLOADED])
 @pytest.mark.parametrize("profile", [CPU, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_what_was_decided_is_read_back(recorded, profile, limits) -> None:
@@ -197,9 +275,10 @@ def test_what_was_decided_is_read_back(recorded, profile, limits) -> None:
     )
     decided = plan_step(forward, backward, limits)
     one, two = (
-        halves(recorded, s, g, profile) for s, g in zip(decided, (FORWARD, BACKWARD), strict=True)
+        halves(recorded, s, g, profile, limits.slots)
+        for s, g in zip(decided, (FORWARD, BACKWARD), strict=True)
     )
-    found = read_step(one, two, limits.total)
+    found = read_step(one, two, limits.total, limits.slots)
     _same_as_chosen(found, forward, backward, decided, limits)
     legal(found)
 
@@ -219,10 +298,9 @@ def _same_as_chosen(
         if g.bucket in decided[0].kept and backward.gathers[j].bucket == g.bucket
     }
     joined = join(forward, backward, limits, kept)
-    solved = solve(joined.problem)
+    solved = solve_fed(joined.problem)
     assert split(forward, backward, joined, solved) == decided
-    assert found.schedule.gather_starts == solved.gather_starts
-    assert found.schedule.reduce_waits == solved.reduce_waits
+    assert found.schedule == solved
     uses = [(g.bucket, g.bytes, g.first, g.last) for g in found.problem.gathers]
     assert uses == [(g.bucket, g.bytes, g.first, g.last) for g in joined.problem.gathers]
     if limits.ahead is None:
@@ -230,8 +308,10 @@ def _same_as_chosen(
         assert [g.earliest for g in found.problem.gathers] == earliest
     assert found.shift == len(forward.compute)
     assert found.problem.compute == forward.compute + backward.compute
-    # Where transfers stand decides what Inductor fuses across, which may move a small value.
-    assert found.problem.live == pytest.approx(forward.live + backward.live, rel=0.02)
+    # Where transfers stand decides what Inductor fuses across, which may move a small value, and which
+    # dead memory it keeps: without reduced gradients that pile up, one that is not small.
+    tolerance = 0.02 if not any(r.evict for r in backward.reductions) else 0.5
+    assert found.problem.live == pytest.approx(forward.live + backward.live, rel=tolerance)
 
 
 def legal(found: Scheduled) -> None:
@@ -249,16 +329,18 @@ def legal(found: Scheduled) -> None:
     assert nodes == ["forward"] * found.shift + ["backward"] * (len(nodes) - found.shift)
 
 
-@both_models
+@pytest.mark.parametrize("recorded", [*RECORDINGS, *OFFLOADED])
 @pytest.mark.parametrize("policy", ["one_ahead", "on_demand"])
 def test_schedules_without_a_planner_are_read_back(recorded, policy) -> None:
     recording = recorded(2, policy)
+    away = recording.buckets[0].residence != Residence()
     one, two = (
         Half(gm.graph, posed(recording, gm), GraphSchedule())
         for gm in (recording.scheduled(g) for g in (FORWARD, BACKWARD))
     )
     found = read_step(one, two)
     legal(found)
+    assert found.problem.fetched == (tuple(range(len(found.problem.gathers))) if away else ())
     starts = found.schedule.gather_starts
     firsts = [g.first for g in found.problem.gathers]
     if policy == "on_demand":
@@ -269,7 +351,7 @@ def test_schedules_without_a_planner_are_read_back(recorded, policy) -> None:
         assert starts[split_at:] == (firsts[split_at], *firsts[split_at:-1])
 
 
-@both_models
+@pytest.mark.parametrize("recorded", [*RECORDINGS, *OFFLOADED])
 def test_a_graph_that_runs_alone_is_read_back(recorded) -> None:
     recording = recorded(2, "planned")
     alone = posed(recording, bucketed(recording, INFERENCE), SLOW)
@@ -278,6 +360,11 @@ def test_a_graph_that_runs_alone_is_read_back(recorded) -> None:
     legal(found)
     anchors = [alone.anchors[start] for start in found.schedule.gather_starts]
     assert anchors == [decided.starts[i] for i in range(len(anchors))]
+    for indices, start, departures in (
+        (found.problem.fetched, found.schedule.fetch_start, decided.fetches),
+        (found.problem.read, found.schedule.read_start, decided.reads),
+    ):
+        assert [alone.anchors[start(i)] for i in indices] == [d.before for d in departures]
     assert found.problem.limit == 1 << 20
 
 

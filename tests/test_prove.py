@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from offloaded import layers
 from test_simulate import COMPUTE, GATHER, READ, REDUCE, UPLOAD, op, program
 from test_solve import large
 
+from zero_compile.planner.feed import solve_fed
 from zero_compile.planner.lay_down import lay_down
 from zero_compile.planner.program import Buffer, Op, Program
 from zero_compile.planner.prove import prove
@@ -202,9 +204,10 @@ def test_a_large_program_is_proved_quickly(contended):
     assert time.perf_counter() - begin < 20
 
 
-def test_dropping_any_wait_from_a_sound_program_is_found():
-    problem = large(60, contended=True)
-    laid = lay_down(problem, solve(problem), "x")
+@pytest.mark.parametrize("offload", [False, True])
+def test_dropping_any_wait_from_a_sound_program_is_found(offload):
+    problem = layers(12, read=0.5, slots=2) if offload else large(60, contended=True)
+    laid = lay_down(problem, solve_fed(problem), "x")
     prove(laid)
     waiting = [i for i, found in enumerate(laid.ops) if found.after]
     assert len(waiting) > 8

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, output_node
+from zero_compile.fx_graph import bucket_number, calls, is_view, output_node
 from zero_compile.passes.effects import channel_of, insert_call
 from zero_compile.planner.decide import Departure, GraphSchedule
 from zero_compile.planner.problem import STAGING_SLOTS
@@ -94,9 +94,8 @@ def _shards(graph: Graph, on_nvme: Mapping[int, bool], schedule: GraphSchedule) 
     reads = {bucket: deque(map(_first_gather, found)) for bucket, found in reads.items()}
     fetches = _by_bucket(schedule.fetches, graph, places)
     shards = _gathered_here(graph, on_nvme, schedule, reads, fetches)
-    for bucket in dict.fromkeys((*reads, *fetches)):
-        if reads.get(bucket) or fetches.get(bucket):
-            shards.append(_Shard(bucket, None, _next(reads, bucket), _next(fetches, bucket)))
+    for bucket in schedule.sent:
+        shards.append(_Shard(bucket, None, _next(reads, bucket), _next(fetches, bucket)))
     last: dict[int, _Shard] = {}
     for shard in shards:
         shard.before = last.get(shard.bucket)
@@ -149,8 +148,8 @@ def _place(graph: Graph, name: str | None, places: Mapping[str, Node]) -> Node:
 
 
 def _first_gather(place: Node) -> Node:
-    """The first of the gathers that start right before ``place``, or ``place`` where there is none."""
-    while place.prev.target is ops.all_gather_start:
+    """The first of the gathers that start, or are waited for, right before ``place``; else ``place``."""
+    while place.prev.target in (ops.all_gather_start, ops.all_gather_wait) or is_view(place.prev):
         place = place.prev
     return place
 

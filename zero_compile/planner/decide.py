@@ -43,8 +43,8 @@ class GraphSchedule:
     before. ``waits``: reduction to the node it is waited for before. ``carried_in``: gathers whose
     bucket arrives gathered, or on its way. ``kept``: buckets whose gathered memory outlives the graph.
     ``early``: gathers for the next graph. ``reads`` and ``fetches``: shards that set out here, in the
-    order of their gathers; ``sent``: the buckets of those for the next graph. ``fetched``: gathers whose
-    shard was fetched, or ``read``, in the graph before, or is on its way.
+    order of their gathers; ``sent``: the buckets of those for the next graph, in that order. ``fetched``:
+    gathers whose shard was fetched, or ``read``, in the graph before, or is on its way.
     """
 
     starts: Mapping[int, str | None] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class GraphSchedule:
     early: tuple[Early, ...] = ()
     fetches: tuple[Departure, ...] = ()
     reads: tuple[Departure, ...] = ()
-    sent: frozenset[int] = frozenset()
+    sent: tuple[int, ...] = ()
     fetched: frozenset[int] = frozenset()
     read: frozenset[int] = frozenset()
 
@@ -213,7 +213,7 @@ def split(
             early=tuple(early),
             fetches=fetches.forward,
             reads=reads.forward,
-            sent=frozenset(backward.gathers[j].bucket for j in sent),
+            sent=tuple(backward.gathers[j].bucket for j in sorted(sent)),
         ),
         GraphSchedule(
             starts[1],
