@@ -10,12 +10,23 @@ TORCH ?= torch==2.13.0
 LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 TORCHRUN := $(LOCAL) $(BIN)/torchrun --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0
 
-.PHONY: demo test browser lint bench zoo format clean install
+# The compiler of CUDA, which only checks: `make lint NVCC=/opt/cuda/bin/nvcc`, or NVCC= to go without.
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+NVCC_ABI := $(shell sed -n 's/^TORCH_ABI = "\([^"]*\)".*/\1/p' setup.py)
+NVCC_FLAGS := -x cu -c -o /dev/null -std=c++17 -DUSE_CUDA -DTORCH_TARGET_VERSION=$(NVCC_ABI) \
+  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
+  -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror
+HEADERS := import sysconfig, importlib.util as u; \
+  print("-isystem", u.find_spec("torch").submodule_search_locations[0] + "/include", \
+        "-isystem", sysconfig.get_path("include"))
+CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cuda/*.h csrc/cuda/*.cpp)
+
+.PHONY: demo test browser lint lint-cuda bench zoo format clean install
 
 install: $(VENV)/.installed
 
 # torch first and alone: the extension is built against it, so pip must not bring another one.
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/.installed: pyproject.toml setup.py $(CPP)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel numpy
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,lint,bench]" $(TORCH)
@@ -38,12 +49,24 @@ lint: install
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	@$(MAKE) --no-print-directory lint-cuda
+
+# Is csrc/cuda valid CUDA C++ for each architecture? Warnings in headers that are not ours are let be.
+ifeq ($(NVCC),)
+lint-cuda:
+	@echo "no nvcc here: csrc/cuda was not compiled ('make lint NVCC=path/to/nvcc' does)"
+else
+lint-cuda: install
+	@echo "$(NVCC), for sm_80 and sm_90: csrc/cuda"
+	@headers="$$($(BIN)/python -c '$(HEADERS)')" && ls csrc/cuda/*.cpp | \
+	xargs -P 2 -I SOURCE $(NVCC) $(NVCC_FLAGS) $$headers SOURCE
+endif
 
 format: install
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/ruff format $(PACKAGES)
-	$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp)
+	$(BIN)/clang-format -i $(CPP)
 
 bench: install
 	$(BIN)/python -m bench

@@ -1,11 +1,14 @@
-"""Builds the C++ extension where it can be built; the metadata is in pyproject.toml.
+"""Builds the extensions that can be built; the metadata is in pyproject.toml.
 
-The package works without the extension, so neither a missing compiler nor a failed build stops an
-install.  PyTorch must be importable while building: pip needs --no-build-isolation.
+There is one in C++, and one for CUDA where PyTorch was built for it and CUDA's compiler is found.
+The package works without either, so neither a missing compiler nor a failed build stops an install,
+or the other extension.  PyTorch must be importable while building: pip needs --no-build-isolation.
 """
 
 import glob
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 from setuptools import setup  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CompileError, LinkError  # type: ignore[import-untyped]
 
-# The module uses nothing but PyTorch's stable ABI of this version and Python's limited API: one
+# The modules use nothing but PyTorch's stable ABI of this version and Python's limited API: one
 # binary serves all later versions of both.
 TORCH_ABI = "0x020b000000000000"  # 2.11
 PYTHON_ABI = "cp310"
@@ -44,22 +47,85 @@ COMPILE_FLAGS = [
 ]
 
 
-def notice(reason: object) -> None:
-    """Say on stderr that the package goes without its extension, and why."""
+# Declares what the stable ABI has for CUDA: its current stream.
+CUDA_FLAGS = ["-DUSE_CUDA"]
+
+NATIVE = "zero_runtime._native"
+CUDA = "zero_runtime._cuda"
+#: What each is called, and what its absence costs.
+EXTENSIONS = {
+    NATIVE: ("C++", "packing and summing are slower"),
+    CUDA: ("CUDA", "pinned memory is rounded up to powers of two"),
+}
+
+
+def notice(reason: object, extension: str = NATIVE) -> None:
+    """Say on stderr that the package goes without an extension, and why."""
+    name, cost = EXTENSIONS[extension]
     print(
-        f"zero_runtime: installing without the C++ extension ({reason}).\n"
-        "zero_runtime: everything works, packing and summing are slower.",
+        f"zero_runtime: installing without the {name} extension ({reason}).\n"
+        f"zero_runtime: everything works, {cost}.",
         file=sys.stderr,
     )
 
 
+def is_toolkit(folder: str) -> bool:
+    """Return whether CUDA's compiler and headers are there."""
+    parts = ("bin/nvcc", "include/cuda_runtime_api.h")
+    return all(os.path.exists(os.path.join(folder, part)) for part in parts)
+
+
+def find_toolkit() -> str | None:
+    """Return the folder of CUDA's toolkit: PyTorch only looks beside the nvcc in PATH."""
+    nvcc = os.path.realpath(shutil.which("nvcc") or "nvcc")
+    given = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = given or [os.path.dirname(os.path.dirname(nvcc)), "/usr/local/cuda"]
+    return next(filter(is_toolkit, places), None)
+
+
+def native_extension() -> Any:
+    """Return the C++ extension, which uses PyTorch's stable ABI and nothing else."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension(  # type: ignore[no-untyped-call]
+        NATIVE,
+        sorted(glob.glob("csrc/*.cpp")),
+        depends=sorted(glob.glob("csrc/*.h")),
+        extra_compile_args={"cxx": COMPILE_FLAGS},
+        py_limited_api=True,
+    )
+
+
+def cuda_extensions() -> list[Any]:
+    """Return the extension that also uses CUDA's runtime, in a list; none where CUDA is missing."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, CUDAExtension
+
+    if torch.version.cuda is None:
+        return []  # nothing is missing: PyTorch cannot use a GPU either
+    if CUDA_HOME is None or not is_toolkit(CUDA_HOME):
+        notice("CUDA's toolkit was not found; set CUDA_HOME to where it is", CUDA)
+        return []
+    extension = CUDAExtension(  # type: ignore[no-untyped-call]
+        CUDA,
+        sorted(glob.glob("csrc/cuda/*.cpp")),
+        depends=sorted(glob.glob("csrc/cuda/*.h")),
+        extra_compile_args={"cxx": COMPILE_FLAGS + CUDA_FLAGS},
+        py_limited_api=True,
+    )
+    return [extension]
+
+
 def extension_arguments() -> dict[str, Any]:
-    """Return setup()'s arguments for the extension, none where it cannot be built."""
+    """Return setup()'s arguments for the extensions, none where nothing can be built."""
     if platform.system() == "Windows":
         notice("it needs a POSIX system")
         return {}
+    toolkit = find_toolkit()
+    if toolkit is not None:
+        os.environ["CUDA_HOME"] = toolkit  # read when the next line is run
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
         notice(f"PyTorch cannot be imported: {error}; try --no-build-isolation")
         return {}
@@ -68,21 +134,23 @@ def extension_arguments() -> dict[str, Any]:
         extensions: list[Any]
 
         def build_extensions(self) -> None:
+            self.failed: list[str] = []
             try:
                 super().build_extensions()
             except BUILD_ERRORS as error:
                 notice(error)
                 self.extensions = []
+            self.extensions = [each for each in self.extensions if each.name not in self.failed]
 
-    native = CppExtension(  # type: ignore[no-untyped-call]
-        "zero_runtime._native",
-        sorted(glob.glob("csrc/*.cpp")),
-        depends=sorted(glob.glob("csrc/*.h")),
-        extra_compile_args={"cxx": COMPILE_FLAGS},
-        py_limited_api=True,
-    )
+        def build_extension(self, ext: Any) -> None:
+            try:
+                super().build_extension(ext)
+            except BUILD_ERRORS as error:
+                notice(error, ext.name)
+                self.failed.append(ext.name)
+
     return {
-        "ext_modules": [native],
+        "ext_modules": [native_extension(), *cuda_extensions()],
         # Without ninja the sources keep their relative paths, which error messages quote.
         "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=False)},  # type: ignore[no-untyped-call]
         "options": {"bdist_wheel": {"py_limited_api": PYTHON_ABI}},
