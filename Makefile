@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := zero_compile runtime bench examples tools tests setup.py
 TORCH ?= torch==2.13.0
+CSRC := $(wildcard csrc/*.h csrc/*.cpp csrc/tests/*.cpp csrc/cuda/*.h csrc/cuda/*.cpp)
 
 # One thread a rank, on the loopback device: the two-rank cluster of this Makefile.
 LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
@@ -19,14 +20,13 @@ NVCC_FLAGS := -x cu -c -o /dev/null -std=c++17 -DUSE_CUDA -DTORCH_TARGET_VERSION
 HEADERS := import sysconfig, importlib.util as u; \
   print("-isystem", u.find_spec("torch").submodule_search_locations[0] + "/include", \
         "-isystem", sysconfig.get_path("include"))
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cuda/*.h csrc/cuda/*.cpp)
 
-.PHONY: demo test browser lint lint-cuda bench zoo format clean install
+.PHONY: demo test browser lint lint-cuda bench zoo asan tsan valgrind format clean install
 
 install: $(VENV)/.installed
 
 # torch first and alone: the extension is built against it, so pip must not bring another one.
-$(VENV)/.installed: pyproject.toml setup.py $(CPP)
+$(VENV)/.installed: pyproject.toml setup.py $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH) "setuptools>=77" wheel numpy
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,lint,bench]" $(TORCH)
@@ -49,7 +49,7 @@ lint: install
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	@$(MAKE) --no-print-directory lint-cuda
 
 # Is csrc/cuda valid CUDA C++ for each architecture? Warnings in headers that are not ours are let be.
@@ -66,13 +66,34 @@ endif
 format: install
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/ruff format $(PACKAGES)
-	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/clang-format -i $(CSRC)
 
 bench: install
 	$(BIN)/python -m bench
 
 zoo: install
 	$(BIN)/python tests/zoo.py --bf16
+
+# The C++ tests of the swap engine, which need neither Python nor torch, under a sanitizer.
+CHECKED ?= build/checked
+CHECK := $(CXX) -std=c++17 -g1 -Wall -Wextra -Werror -pthread csrc/tests/swap_test.cpp
+
+asan:
+	mkdir -p $(CHECKED)
+	$(CHECK) -fsanitize=address,undefined -fno-sanitize-recover=all -o $(CHECKED)/asan
+	$(CHECKED)/asan $(CHECKED)
+
+tsan:
+	mkdir -p $(CHECKED)
+	$(CHECK) -fsanitize=thread -o $(CHECKED)/tsan
+	$(CHECKED)/tsan $(CHECKED)
+
+# Without io_uring: valgrind runs one thread at a time, and waits in the kernel with it.
+valgrind:
+	@command -v valgrind >/dev/null || { echo "valgrind is not installed: install it, or run make asan and make tsan"; exit 1; }
+	mkdir -p $(CHECKED)
+	$(CHECK) -O1 -o $(CHECKED)/plain
+	valgrind --quiet --error-exitcode=1 --leak-check=full $(CHECKED)/plain $(CHECKED) threads
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info runtime/zero_runtime/*.so

@@ -1,36 +1,24 @@
 #include "swap.h"
 
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <iterator>
 #include <utility>
 
 namespace zero_native {
-namespace {
 
-using torch::stable::Tensor;
-
-int64_t WholePages(int64_t nbytes) { return (nbytes + kSwapPage - 1) / kSwapPage * kSwapPage; }
-
-}  // namespace
-
-SwapFile::SwapFile(const SwapOptions& options, std::unique_ptr<SwapIo> io)
-    : options_(options), io_(std::move(io)) {
-  STD_TORCH_CHECK(options.capacity > 0, "swap_open: capacity must be positive");
-  STD_TORCH_CHECK(options.block_size > 0 && options.block_size % kSwapPage == 0,
-                  "swap_open: block_size must be a positive multiple of ", kSwapPage);
-  STD_TORCH_CHECK(options.threads > 0 && options.slots > 0, "swap_open: no threads or no slots");
+SwapFile::SwapFile(const SwapOptions& options, const SwapFaults& faults)
+    : options_(options), faults_(faults) {
+  if (options.capacity <= 0 || options.threads <= 0 || options.slots <= 0 ||
+      options.ring.depth <= 0 || options.block_size <= 0 || options.block_size % kSwapPage != 0) {
+    throw SwapFailure(EINVAL, "swap file " + options.path + ": a size is not positive, or " +
+                                  "block_size is no multiple of " + std::to_string(kSwapPage));
+  }
   stats_.capacity = WholePages(options.capacity);
   free_[0] = stats_.capacity;
   Open();
   try {
-    if (stats_.direct) {
-      staging_ = std::make_unique<StagingSlots>(options.slots, options.block_size);
-    }
-    for (int64_t i = 0; i < options.threads; ++i) threads_.emplace_back(&SwapFile::Work, this);
+    io_->Start(this);
   } catch (...) {
     Close();
     throw;
@@ -96,30 +84,35 @@ SwapExtent SwapFile::Find(const std::string& name) {
   return Lookup(name).place;
 }
 
-int64_t SwapFile::Write(const std::string& name, const Tensor& source) {
-  return Start(name, source, true);
-}
-
-int64_t SwapFile::Read(const std::string& name, const Tensor& out) {
-  return Start(name, out, false);
-}
-
-int64_t SwapFile::Start(const std::string& name, const Tensor& tensor, bool write) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "tensor '", name,
-                  "' is not contiguous on the CPU");
-  const auto operation = std::make_shared<Operation>();
-  operation->write = write;
+int64_t SwapFile::Write(const std::string& name, const char* source, int64_t nbytes,
+                        std::shared_ptr<void> owner) {
+  auto operation = std::make_shared<Operation>();
+  operation->write = true;
   operation->name = name;
-  operation->tensor = tensor;
-  operation->data = static_cast<char*>(write ? const_cast<void*>(tensor.const_data_ptr())
-                                             : tensor.mutable_data_ptr());
-  operation->nbytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  operation->owner = std::move(owner);
+  operation->data = const_cast<char*>(source);
+  operation->nbytes = nbytes;
+  return Start(std::move(operation));
+}
+
+int64_t SwapFile::Read(const std::string& name, char* out, int64_t nbytes,
+                       std::shared_ptr<void> owner) {
+  auto operation = std::make_shared<Operation>();
+  operation->name = name;
+  operation->owner = std::move(owner);
+  operation->data = out;
+  operation->nbytes = nbytes;
+  return Start(std::move(operation));
+}
+
+int64_t SwapFile::Start(std::shared_ptr<Operation> operation) {
   Collect();
   const std::lock_guard<std::mutex> lock(mutex_);
   CheckOpen();
-  Extent& extent = Lookup(name);
+  Extent& extent = Lookup(operation->name);
   if (operation->nbytes > extent.place.length) {
-    throw SwapFailure(EINVAL, "tensor '" + name + "' of " + std::to_string(operation->nbytes) +
+    throw SwapFailure(EINVAL, "tensor '" + operation->name + "' of " +
+                                  std::to_string(operation->nbytes) +
                                   " bytes does not fit into its extent of " +
                                   std::to_string(extent.place.length) + " in " + options_.path);
   }
@@ -133,6 +126,7 @@ int64_t SwapFile::Start(const std::string& name, const Tensor& tensor, bool writ
   if (extent.queue.size() == 1) {
     ready_.push_back(operation);
     work_.notify_all();
+    io_->Wake();
   }
   return operation->ticket;
 }
@@ -174,7 +168,6 @@ void SwapFile::Drain() {
 }
 
 void SwapFile::Close() {
-  std::vector<std::thread> threads;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (closing_) {
@@ -182,14 +175,15 @@ void SwapFile::Close() {
       return;
     }
     closing_ = true;
-    threads.swap(threads_);
+    work_.notify_all();
+    io_->Wake();
   }
-  work_.notify_all();
-  for (std::thread& thread : threads) thread.join();
+  io_->Join();
   Collect();
   const std::lock_guard<std::mutex> lock(mutex_);
-  Delete();
+  io_.reset();
   staging_.reset();
+  Delete();
   closed_ = true;
   complete_.notify_all();
 }
@@ -213,34 +207,37 @@ void SwapFile::CheckOpen() const {
 
 // The last reference to a tensor may need Python, for which no lock must be held.
 void SwapFile::Collect() {
-  std::vector<Tensor> tensors;
+  std::vector<std::shared_ptr<void>> owners;
   const std::lock_guard<std::mutex> lock(mutex_);
-  tensors.swap(let_go_);
+  owners.swap(let_go_);
 }
 
-// Until closing, and then until nothing is left to do.
-void SwapFile::Work() {
+SwapSupply SwapFile::Take(bool wait, SwapRequest* request) {
   std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    work_.wait(lock, [&] { return !ready_.empty() || (closing_ && unfinished_ == 0); });
-    if (ready_.empty()) return;
-    const std::shared_ptr<Operation> operation = ready_.front();
-    const int64_t begin = operation->next;
-    const int64_t count = std::min(options_.block_size, operation->nbytes - begin);
-    operation->next += count;
-    operation->running += 1;
-    if (operation->next == operation->nbytes) ready_.pop_front();
-    lock.unlock();
-    const int code = Move(*operation, begin, count);
-    lock.lock();
-    operation->running -= 1;
-    if (code == 0) {
-      (operation->write ? stats_.bytes_written : stats_.bytes_read) += count;
-    } else if (operation->code == 0) {
-      operation->code = code;
-    }
-    Finish(operation);
+  const auto ended = [&] { return closing_ && unfinished_ == 0; };
+  if (wait) work_.wait(lock, [&] { return !ready_.empty() || ended(); });
+  if (ready_.empty()) return ended() ? SwapSupply::kEnded : SwapSupply::kNone;
+  const std::shared_ptr<Operation> operation = ready_.front();
+  const int64_t begin = operation->next;
+  const int64_t count = std::min(options_.block_size, operation->nbytes - begin);
+  operation->next += count;
+  operation->running += 1;
+  if (operation->next == operation->nbytes) ready_.pop_front();
+  *request = {operation, operation->write, operation->data + begin, count,
+              operation->offset + begin};
+  return SwapSupply::kRequest;
+}
+
+void SwapFile::Complete(const SwapRequest& request, int code) {
+  const auto operation = std::static_pointer_cast<Operation>(request.owner);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  operation->running -= 1;
+  if (code == 0) {
+    (operation->write ? stats_.bytes_written : stats_.bytes_read) += request.count;
+  } else if (operation->code == 0) {
+    operation->code = code;
   }
+  Finish(operation);
 }
 
 // Called with the lock, after each request.
@@ -258,8 +255,7 @@ void SwapFile::Finish(const std::shared_ptr<Operation>& operation) {
   }
   extent.queue.pop_front();
   if (!extent.queue.empty()) ready_.push_back(extent.queue.front());
-  let_go_.push_back(std::move(*operation->tensor));
-  operation->tensor.reset();
+  let_go_.push_back(std::move(operation->owner));
   operation->complete = true;
   if (operation->code == 0) operations_.erase(operation->ticket);
   unfinished_ -= 1;

@@ -1,38 +1,30 @@
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "swap_io.h"
 
 namespace zero_native {
 
-// What a swap file cannot do; `code` is an errno, 0 where no system call failed.
-class SwapFailure : public std::runtime_error {
- public:
-  SwapFailure(int code, const std::string& message) : std::runtime_error(message), code(code) {}
-  const int code;
-};
+enum class SwapBackend : int64_t { kAny, kRing, kThreads };
 
 // All sizes are in bytes.
 struct SwapOptions {
   std::string path;        // of the file, in a folder that exists
   int64_t capacity = 0;    // of the file, rounded up to whole pages
   int64_t block_size = 0;  // of one request, whole pages
-  int64_t threads = 0;     // requests in flight
+  int64_t threads = 0;     // requests in flight, where threads move them
   int64_t slots = 0;       // aligned buffers of block_size for data that is not aligned itself
   bool direct = true;      // try O_DIRECT
+  SwapBackend backend = SwapBackend::kAny;  // kAny: io_uring where it works
+  SwapRingOptions ring;
 };
 
 struct SwapExtent {
@@ -48,37 +40,17 @@ struct SwapStats {
   bool direct = false;
 };
 
-std::string SwapErrorText(int code);
-
-// Aligned buffers of one size, lent to one request at a time.
-class StagingSlots {
- public:
-  StagingSlots(int64_t slots, int64_t nbytes);
-  ~StagingSlots();
-  StagingSlots(const StagingSlots&) = delete;
-  StagingSlots& operator=(const StagingSlots&) = delete;
-  char* Take();  // waits until one is free
-  void Give(char* slot);
-
- private:
-  const size_t nbytes_;
-  char* memory_;
-  std::mutex mutex_;
-  std::condition_variable freed_;
-  std::vector<char*> free_;
-};
-
-// One preallocated scratch file that holds flat CPU tensors by name, and the threads that move
-// them. Any thread may call any member.
+// One preallocated scratch file that holds tensors by name, and what moves them. Any thread may
+// call any member.
 //
 // Operations on one extent run in the order in which they were started, those on different extents
-// in any. Tensors are kept alive until their operation is complete, and let go of by whichever
+// in any. What owns the memory is kept until its operation is complete, and let go of by whichever
 // caller comes next, never by a thread of this class.
-class SwapFile {
+class SwapFile : private SwapSource {
  public:
   // Takes over a file that a process left behind, and refuses one that is open. Throws SwapFailure
-  // where the folder or the space is missing; then no file is left.
-  SwapFile(const SwapOptions& options, std::unique_ptr<SwapIo> io);
+  // where the folder, the space or the backend is missing; then no file is left.
+  SwapFile(const SwapOptions& options, const SwapFaults& faults);
   // Closes.
   ~SwapFile();
   SwapFile(const SwapFile&) = delete;
@@ -90,10 +62,11 @@ class SwapFile {
   void Free(const std::string& name);
   SwapExtent Find(const std::string& name);
 
-  // Start moving a whole contiguous tensor to or from the beginning of its extent. Returns a
-  // ticket. The tensor must not be written, when reading not be used, until Wait has returned.
-  int64_t Write(const std::string& name, const torch::stable::Tensor& source);
-  int64_t Read(const std::string& name, const torch::stable::Tensor& out);
+  // Start moving bytes to or from the beginning of an extent. Return a ticket. The memory, which
+  // `owner` keeps, must not be written, when reading not be used, until Wait has returned.
+  int64_t Write(const std::string& name, const char* source, int64_t nbytes,
+                std::shared_ptr<void> owner);
+  int64_t Read(const std::string& name, char* out, int64_t nbytes, std::shared_ptr<void> owner);
 
   bool Done(int64_t ticket);
   // Both throw SwapFailure where an operation failed. Wait does so every time; Drain waits for all
@@ -120,11 +93,11 @@ class SwapFile {
     bool write = false;
     std::string name;
     Extent* extent = nullptr;  // lives as long as an operation stands in its queue
-    std::optional<torch::stable::Tensor> tensor;
+    std::shared_ptr<void> owner;
     char* data = nullptr;
     int64_t nbytes = 0;
     int64_t offset = 0;   // in the file
-    int64_t next = 0;     // first byte that no thread has taken
+    int64_t next = 0;     // first byte that no request has taken
     int64_t running = 0;  // requests
     int code = 0;         // errno of the first request that failed
     bool waited_for = false;
@@ -134,29 +107,30 @@ class SwapFile {
   void Open();
   bool OpenLocked();
   void Reserve();
-  std::string ProbeDirect();
+  std::string OpenData();
+  std::string MakeIo(const std::string& way);
   void Delete();
 
-  int64_t Start(const std::string& name, const torch::stable::Tensor& tensor, bool write);
+  int64_t Start(std::shared_ptr<Operation> operation);
   Extent& Lookup(const std::string& name);
   void CheckOpen() const;
   void Collect();
 
-  void Work();
-  int Move(const Operation& operation, int64_t begin, int64_t count);
-  int Transfer(bool write, char* data, int64_t count, int64_t offset);
+  SwapSupply Take(bool wait, SwapRequest* request) override;
+  void Complete(const SwapRequest& request, int code) override;
   void Finish(const std::shared_ptr<Operation>& operation);
   SwapFailure Failure(const Operation& operation) const;
 
   const SwapOptions options_;
-  const std::unique_ptr<SwapIo> io_;
+  SwapFaultPlan faults_;
   int lock_fd_ = -1;  // holds the lock and the file's name
-  int fd_ = -1;       // moves the data: lock_fd_ itself, or another one with O_DIRECT
+  int fd_ = -1;       // moves the data
   std::string mode_;
   std::unique_ptr<StagingSlots> staging_;  // with O_DIRECT only
+  std::unique_ptr<SwapIo> io_;
 
   std::mutex mutex_;
-  std::condition_variable work_;      // there is work, or none will come
+  std::condition_variable work_;      // there is work, or none will come, for those that wait
   std::condition_variable complete_;  // an operation is complete
   bool closing_ = false;
   bool closed_ = false;
@@ -165,11 +139,10 @@ class SwapFile {
   std::deque<std::shared_ptr<Operation>> ready_;
   // Not complete, or failed; all other tickets were successes.
   std::map<int64_t, std::shared_ptr<Operation>> operations_;
-  std::vector<torch::stable::Tensor> let_go_;
+  std::vector<std::shared_ptr<void>> let_go_;
   int64_t tickets_ = 0;
   int64_t unfinished_ = 0;  // operations
   SwapStats stats_;
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace zero_native

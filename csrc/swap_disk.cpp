@@ -1,60 +1,63 @@
-// The part of SwapFile that touches the disk: the file itself, and one request at a time.
+// The part of SwapFile that touches the disk: the file itself, and how its data will move.
 
 #include <fcntl.h>
 #include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <new>
-#include <system_error>
 
 #include "swap.h"
+
+#ifdef __linux__
+#include <sys/vfs.h>
+#endif
 
 namespace zero_native {
 namespace {
 
-// Attempts of an O_DIRECT request that did not even move one page.
-constexpr int kMaxStuck = 16;
+int ReserveBytes(int fd, int64_t nbytes) {
+#ifdef __APPLE__
+  return ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+#else
+  return posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
+#endif
+}
 
-int64_t WholePages(int64_t nbytes) { return (nbytes + kSwapPage - 1) / kSwapPage * kSwapPage; }
+// Its files are memory already: passing the page cache by only means another copy.
+bool IsTmpfs(int fd) {
+#ifdef __linux__
+  constexpr auto kTmpfsMagic = 0x01021994;
+  struct statfs found;
+  return fstatfs(fd, &found) == 0 && found.f_type == kTmpfsMagic;
+#else
+  static_cast<void>(fd);
+  return false;
+#endif
+}
 
-bool IsAligned(const char* data) {
-  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(kSwapPage) == 0;
+// Whether the path still leads to the open file.
+bool IsNamed(int fd, const char* path) {
+  struct stat own, named;
+  return fstat(fd, &own) == 0 && stat(path, &named) == 0 && own.st_ino == named.st_ino &&
+         own.st_dev == named.st_dev;
+}
+
+// Only a transfer shows whether a file system that opens with O_DIRECT also works with it. Returns
+// 0 or an errno.
+int PassPage(int fd) {
+  StagingSlots pages(2, kSwapPage);
+  const auto size = static_cast<size_t>(kSwapPage);
+  std::memset(pages.At(0), 0xA5, size);
+  errno = EIO;
+  const bool works = pwrite(fd, pages.At(0), size, 0) == kSwapPage &&
+                     pread(fd, pages.At(1), size, 0) == kSwapPage &&
+                     std::memcmp(pages.At(0), pages.At(1), size) == 0;
+  return works ? 0 : errno;
 }
 
 }  // namespace
-
-std::string SwapErrorText(int code) { return std::generic_category().message(code); }
-
-StagingSlots::StagingSlots(int64_t slots, int64_t nbytes)
-    : nbytes_(static_cast<size_t>(slots * nbytes)) {
-  void* const memory =
-      mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  memory_ = static_cast<char*>(memory);
-  for (int64_t i = 0; i < slots; ++i) free_.push_back(memory_ + i * nbytes);
-}
-
-StagingSlots::~StagingSlots() { munmap(memory_, nbytes_); }
-
-char* StagingSlots::Take() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  freed_.wait(lock, [&] { return !free_.empty(); });
-  char* const slot = free_.back();
-  free_.pop_back();
-  return slot;
-}
-
-void StagingSlots::Give(char* slot) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(slot);
-  }
-  freed_.notify_one();
-}
 
 void SwapFile::Open() {
   // Whoever held the lock may delete the file that was opened; then there is a new one to open.
@@ -62,8 +65,11 @@ void SwapFile::Open() {
   }
   try {
     Reserve();
-    fd_ = lock_fd_;
-    mode_ = ProbeDirect();
+    const std::string way = OpenData();
+    if (stats_.direct) {
+      staging_ = std::make_unique<StagingSlots>(options_.slots, options_.block_size);
+    }
+    mode_ = MakeIo(way);
   } catch (...) {
     Delete();
     throw;
@@ -84,9 +90,7 @@ bool SwapFile::OpenLocked() {
     throw SwapFailure(EWOULDBLOCK, "swap file " + options_.path + " is in use: give each rank " +
                                        "and each session a name of its own");
   }
-  struct stat own, named;
-  if (fstat(fd, &own) != 0 || stat(path, &named) != 0 || own.st_ino != named.st_ino ||
-      own.st_dev != named.st_dev) {
+  if (!IsNamed(fd, path)) {
     close(fd);
     return false;
   }
@@ -95,93 +99,74 @@ bool SwapFile::OpenLocked() {
 }
 
 void SwapFile::Reserve() {
+  const int64_t limit = faults_.faults().disk_bytes;
   int code = ftruncate(lock_fd_, 0) == 0 ? 0 : errno;
-  while (code == 0) {
-    code = io_->Allocate(lock_fd_, stats_.capacity);
-    if (code == 0) return;
-    if (code == EINTR) code = 0;
+  if (limit >= 0 && stats_.capacity > limit) code = ENOSPC;
+  if (code == 0) {
+    do {
+      code = ReserveBytes(lock_fd_, stats_.capacity);
+    } while (code == EINTR);
   }
+  if (code == 0) return;
   throw SwapFailure(code, "cannot reserve " + std::to_string(stats_.capacity) +
                               " bytes for swap file " + options_.path + ": " + SwapErrorText(code));
 }
 
-// Only a transfer shows whether a file system that opens with O_DIRECT also works with it.
-std::string SwapFile::ProbeDirect() {
-  if (!options_.direct) return "buffered, as asked for";
-  int code = EINVAL;
-  if (!io_->MayBeDirect()) return "buffered, O_DIRECT is refused: " + SwapErrorText(code);
+// A description of its own even without O_DIRECT: calls that a killed process left in the kernel
+// hold theirs a little longer, which must not hold the lock. Returns the part of the mode.
+std::string SwapFile::OpenData() {
+  const char* const path = options_.path.c_str();
+  std::string why = "as asked for";
 #ifdef O_DIRECT
-  const int fd = open(options_.path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
-  if (fd < 0) return "buffered, O_DIRECT is refused: " + SwapErrorText(errno);
-  StagingSlots slots(2, kSwapPage);
-  char* const sent = slots.Take();
-  char* const received = slots.Take();
-  const auto page = static_cast<size_t>(kSwapPage);
-  std::memset(sent, 0xA5, page);
-  errno = EIO;
-  const bool works = pwrite(fd, sent, page, 0) == kSwapPage &&
-                     pread(fd, received, page, 0) == kSwapPage &&
-                     std::memcmp(sent, received, page) == 0;
-  if (works) {
-    fd_ = fd;
-    stats_.direct = true;
-    return "O_DIRECT, a page was written and read back";
+  if (options_.direct && IsTmpfs(lock_fd_)) {
+    why = "tmpfs is memory";
+  } else if (options_.direct) {
+    const bool refused = faults_.faults().no_direct != 0;
+    fd_ = refused ? -1 : open(path, O_RDWR | O_DIRECT | O_CLOEXEC);
+    int code = refused ? EINVAL : errno;
+    if (fd_ >= 0) code = PassPage(fd_);
+    if (fd_ >= 0 && code == 0) {
+      stats_.direct = true;
+      return "O_DIRECT";
+    }
+    why = "O_DIRECT: " + SwapErrorText(code);
+    if (fd_ >= 0) close(fd_);
   }
-  code = errno;
-  close(fd);
+#else
+  if (options_.direct) why = "there is no O_DIRECT";
 #endif
-  return "buffered, a page did not pass through O_DIRECT: " + SwapErrorText(code);
+  fd_ = open(path, O_RDWR | O_CLOEXEC);
+  if (fd_ < 0) {
+    const int code = errno;
+    throw SwapFailure(code, "cannot open swap file " + options_.path + ": " + SwapErrorText(code));
+  }
+  return "buffered (" + why + ")";
+}
+
+// `way` is how the file is open. Returns the mode.
+std::string SwapFile::MakeIo(const std::string& way) {
+  const SwapChannel channel{fd_, stats_.direct, staging_.get(), &faults_};
+  std::string why = "as asked for";
+  if (options_.backend != SwapBackend::kThreads) {
+    io_ = MakeRingIo(channel, options_.ring, &why);
+    if (io_ != nullptr) return "io_uring, " + way + (why.empty() ? "" : ", " + why);
+    if (options_.backend == SwapBackend::kRing) {
+      throw SwapFailure(ENOTSUP, "swap file " + options_.path + " was to use io_uring: " + why);
+    }
+  }
+  io_ = MakeThreadIo(channel, options_.threads);
+  return "threads (" + why + "), " + way;
 }
 
 // A child that inherited the descriptors keeps neither the space nor the lock.
 void SwapFile::Delete() {
   if (lock_fd_ < 0) return;
-  unlink(options_.path.c_str());
+  if (IsNamed(lock_fd_, options_.path.c_str())) unlink(options_.path.c_str());
   if (ftruncate(lock_fd_, 0) != 0) errno = 0;
-  if (fd_ >= 0 && fd_ != lock_fd_) close(fd_);
+  if (fd_ >= 0) close(fd_);
   flock(lock_fd_, LOCK_UN);
   close(lock_fd_);
   fd_ = lock_fd_ = -1;
-}
-
-// Moves a part of a tensor and returns 0 or an errno.
-int SwapFile::Move(const Operation& operation, int64_t begin, int64_t count) {
-  char* const data = operation.data + begin;
-  const int64_t offset = operation.offset + begin;
-  if (!stats_.direct || (IsAligned(data) && count % kSwapPage == 0)) {
-    return Transfer(operation.write, data, count, offset);
-  }
-  const int64_t padded = WholePages(count);
-  const auto used = static_cast<size_t>(count);
-  char* const slot = staging_->Take();
-  if (operation.write) {
-    std::memcpy(slot, data, used);
-    std::memset(slot + count, 0, static_cast<size_t>(padded - count));
-  }
-  const int code = Transfer(operation.write, slot, padded, offset);
-  if (!operation.write && code == 0) std::memcpy(data, slot, used);
-  staging_->Give(slot);
-  return code;
-}
-
-// Goes on until all bytes have moved. What O_DIRECT left in the middle of a page starts again at
-// the page.
-int SwapFile::Transfer(bool write, char* data, int64_t count, int64_t offset) {
-  int64_t done = 0;
-  int stuck = 0;
-  while (done < count) {
-    const auto rest = static_cast<size_t>(count - done);
-    const ssize_t moved = write ? io_->Write(fd_, data + done, rest, offset + done)
-                                : io_->Read(fd_, data + done, rest, offset + done);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) return errno;
-    if (moved == 0) return EIO;
-    int64_t kept = static_cast<int64_t>(moved);
-    if (stats_.direct && done + kept < count) kept = kept / kSwapPage * kSwapPage;
-    if (kept == 0 && ++stuck == kMaxStuck) return EIO;
-    done += kept;
-  }
-  return 0;
 }
 
 }  // namespace zero_native

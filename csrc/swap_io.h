@@ -1,43 +1,61 @@
 #pragma once
 
-#include <sys/types.h>
-
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <string>
+
+#include "swap_faults.h"
+#include "swap_transfer.h"
 
 namespace zero_native {
 
-// What O_DIRECT asks of addresses, file offsets and counts, in bytes.
-constexpr int64_t kSwapPage = 4096;
+enum class SwapSupply { kRequest, kNone, kEnded };
 
-// The system calls of a swap file. They return what the system calls do: a byte count, or -1 with
-// errno set; Allocate returns 0 or an errno. Any thread may call them.
+// Where a SwapIo gets its requests; any thread may call either member.
+class SwapSource {
+ public:
+  // Fills `request` and returns kRequest. Where there is none now, waits or returns kNone; kEnded
+  // where there will be none.
+  virtual SwapSupply Take(bool wait, SwapRequest* request) = 0;
+  // `code` is 0 or an errno.
+  virtual void Complete(const SwapRequest& request, int code) = 0;
+
+ protected:
+  ~SwapSource() = default;
+};
+
+// Where the data goes. All of it outlives the SwapIo.
+struct SwapChannel {
+  int fd = -1;
+  bool direct = false;              // `fd` is open with O_DIRECT
+  StagingSlots* staging = nullptr;  // with O_DIRECT only
+  SwapFaultPlan* faults = nullptr;
+};
+
+// Moves requests, several at once.
 class SwapIo {
  public:
+  // Only before Start or after Join.
   virtual ~SwapIo() = default;
-  virtual ssize_t Read(int fd, char* data, size_t count, int64_t offset) = 0;
-  virtual ssize_t Write(int fd, const char* data, size_t count, int64_t offset) = 0;
-  virtual int Allocate(int fd, int64_t nbytes) = 0;
-  // Whether O_DIRECT may be tried.
-  virtual bool MayBeDirect() const = 0;
+  // Begins to take from the source; called once.
+  virtual void Start(SwapSource* source) = 0;
+  // Tells that the source may answer something else than kNone now.
+  virtual void Wake() = 0;
+  // Waits for the source to end, which must be certain.
+  virtual void Join() = 0;
 };
 
-// What is to go wrong; calls of Read and Write are counted together, from 1.
-struct SwapFaults {
-  int64_t disk_bytes = -1;      // Allocate of more than this fails with ENOSPC; -1: never
-  int64_t enospc_after = -1;    // bytes that Write takes before ENOSPC; -1: no end
-  int64_t eio_on = 0;           // the one call that fails with EIO; 0: none
-  int64_t short_every = 0;      // every so many calls transfer about half; 0: none
-  int64_t interrupt_every = 0;  // every so many calls fail with EINTR; 0: none
-  int64_t delay_us = 0;         // microseconds that each call takes longer
-  int64_t reorder = 0;          // 1: four delays for the first of four calls, one for the last
-  int64_t no_direct = 0;        // 1: O_DIRECT is refused
+std::unique_ptr<SwapIo> MakeThreadIo(const SwapChannel& channel, int64_t threads);
+
+struct SwapRingOptions {
+  int64_t depth = 0;           // requests in flight
+  bool single_submit = false;  // each request is a submission of its own
+  bool overlap = true;         // requests follow one by one, not batch by batch
 };
 
-// Plain system calls where `faults` is empty, otherwise with the faults that it lists in the order
-// of the fields of SwapFaults.
-std::unique_ptr<SwapIo> MakeSwapIo(const std::vector<int64_t>& faults);
+// io_uring, after a page went through it to offset 0 and back. Null where that failed, and then
+// `why` says the reason, otherwise how it uses the staging slots, if there are any.
+std::unique_ptr<SwapIo> MakeRingIo(const SwapChannel& channel, const SwapRingOptions& options,
+                                   std::string* why);
 
 }  // namespace zero_native

@@ -42,15 +42,30 @@ auto Reporting(Act act) -> decltype(act()) {
   }
 }
 
+int64_t CheckedSize(const std::string& name, const Tensor& tensor) {
+  if (!tensor.is_cpu() || !tensor.is_contiguous()) {
+    throw SwapFailure(EINVAL, "tensor '" + name + "' is not contiguous on the CPU");
+  }
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
 std::vector<int64_t> ListOf(const SwapExtent& extent) { return {extent.offset, extent.length}; }
 
 }  // namespace
 
 int64_t SwapOpen(std::string path, int64_t capacity, int64_t block_size, int64_t threads,
-                 int64_t slots, bool direct, std::vector<int64_t> faults) {
+                 int64_t depth, int64_t slots, bool direct, int64_t backend, bool single_submit,
+                 bool overlap, std::vector<int64_t> faults) {
   return Reporting([&] {
-    SwapOptions options{std::move(path), capacity, block_size, threads, slots, direct};
-    auto file = std::make_shared<SwapFile>(options, MakeSwapIo(faults));
+    const SwapOptions options{std::move(path),
+                              capacity,
+                              block_size,
+                              threads,
+                              slots,
+                              direct,
+                              static_cast<SwapBackend>(backend),
+                              {depth, single_submit, overlap}};
+    auto file = std::make_shared<SwapFile>(options, SwapFaults::Of(faults));
     Registry& registry = Files();
     const std::lock_guard<std::mutex> lock(registry.mutex);
     registry.files[++registry.handles] = std::move(file);
@@ -75,11 +90,19 @@ std::vector<int64_t> SwapFind(int64_t file, std::string name) {
 }
 
 int64_t SwapWrite(int64_t file, std::string name, Tensor source) {
-  return Reporting([&] { return Lookup(file)->Write(name, source); });
+  return Reporting([&] {
+    const int64_t nbytes = CheckedSize(name, source);
+    const auto* const data = static_cast<const char*>(source.const_data_ptr());
+    return Lookup(file)->Write(name, data, nbytes, std::make_shared<Tensor>(source));
+  });
 }
 
 int64_t SwapRead(int64_t file, std::string name, Tensor out) {
-  return Reporting([&] { return Lookup(file)->Read(name, out); });
+  return Reporting([&] {
+    const int64_t nbytes = CheckedSize(name, out);
+    auto* const data = static_cast<char*>(out.mutable_data_ptr());
+    return Lookup(file)->Read(name, data, nbytes, std::make_shared<Tensor>(out));
+  });
 }
 
 bool SwapDone(int64_t file, int64_t ticket) {

@@ -23,9 +23,9 @@ FORBIDDEN_IMPORTS: Mapping[Path, frozenset[str]] = {
     ROOT / "tools": frozenset({"bench", "examples", "tests"}),
 }
 
-#: PyTorch's stable C++ interface, POSIX, Python and the standard library: no other header.
+#: PyTorch's stable C++ interface, POSIX, Linux, Python and the standard library: no other header.
 ALLOWED_INCLUDE = re.compile(
-    r"torch/(csrc/stable|headeronly)/[\w/]+\.h|Python\.h|sys/\w+\.h|[a-z]\w*(\.h)?"
+    r"torch/(csrc/stable|headeronly)/[\w/]+\.h|Python\.h|(sys|linux)/\w+\.h|[a-z]\w*(\.h)?"
 )
 
 #: The one file that may use private names of torch, because they differ between its versions.

@@ -1,64 +1,46 @@
-"""Tests of zero_runtime.swap: the C++ extension and threads of Python must behave alike."""
+"""Tests of zero_runtime.swap: io_uring, threads in C++ and threads of Python must behave alike."""
 
 import errno
-import logging
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from swaps import (
+    IMPLEMENTATIONS,
+    MIB,
+    Make,
+    noise,
+    opener,
+    settled,
+    skip_without_io_uring,
+    time_limit,
+)
 
 from zero_runtime import native
-from zero_runtime.errors import OptionError, SwapError, ZeroError
-from zero_runtime.swap import MAX_THREADS, PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.errors import OptionError, SwapError
+from zero_runtime.swap import MAX_DEPTH, MAX_THREADS, PAGE, AioConfig, Faults, SwapFile
 
-MIB = 1 << 20
-ONE_AT_A_TIME = AioConfig(block_size=PAGE, queue_depth=1)
 SMALL_BLOCKS = AioConfig(block_size=2 * PAGE, queue_depth=4)
 
-Make = Callable[..., SwapFile]
+
+@pytest.fixture(autouse=True)
+def _limited() -> Iterator[None]:
+    with time_limit():
+        yield
 
 
-@pytest.fixture(params=["native", "python"])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Opens swap files of 1 MiB in an empty folder, with each implementation in turn."""
-    if request.param == "native":
-        pytest.importorskip("zero_runtime._native")
-
-    def open_file(
-        config: AioConfig | None = None,
-        *,
-        folder: Path = tmp_path,
-        capacity: int = MIB,
-        **options: Any,
-    ) -> SwapFile:
-        return SwapFile(folder, capacity, config, native=request.param == "native", **options)
-
-    return open_file
-
-
-def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return opener(request.param, tmp_path)
 
 
 def placed(nbytes: int, shift: int) -> torch.Tensor:
     """Return an empty tensor whose address is `shift` bytes past a page."""
     memory = torch.zeros(nbytes + 2 * PAGE, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE + shift :][:nbytes]
-
-
-def settled(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
 
 
 # Round trips
@@ -301,257 +283,43 @@ def test_names_and_sizes_are_checked(make: Make) -> None:
             assert caught.value.errno == errno.ENOENT
 
 
-# Faults
-
-
-@pytest.mark.parametrize("write", [True, False])
-def test_an_error_names_tensor_path_and_reason(make: Make, write: bool) -> None:
-    with make(ONE_AT_A_TIME, faults=Faults(eio_on=2 if write else 5)) as file:
-        file.allocate("w", 3 * PAGE)
-        tensor = noise(3 * PAGE)
-        verb = "write" if write else "read"
-        ticket = file.write("w", tensor)
-        if not write:
-            ticket.wait()
-            ticket = file.read("w", tensor)
-        pattern = rf"'w': cannot {verb} 12288 bytes at offset 0 of {file.path}: Input/output error"
-        for _ in range(2):
-            with pytest.raises(SwapError, match=pattern) as caught:
-                ticket.wait()
-        assert ticket.done()
-        assert caught.value.errno == errno.EIO
-        assert isinstance(caught.value, ZeroError)
-        moved = file.stats().bytes_written + file.stats().bytes_read
-        assert moved == (1 if write else 4) * PAGE  # nothing follows the failure
-        file.write("w", tensor).wait()
-
-
-def test_a_disk_that_fills_up(make: Make) -> None:
-    with make(ONE_AT_A_TIME, faults=Faults(enospc_after=2 * PAGE)) as file:
-        for name in "abc":
-            file.allocate(name, PAGE)
-        tickets = [file.write(name, noise(PAGE)) for name in "abc"]
-        tickets[0].wait()
-        tickets[1].wait()
-        with pytest.raises(SwapError, match=r"'c': .*No space left on device") as caught:
-            tickets[2].wait()
-        assert caught.value.errno == errno.ENOSPC
-
-
-def test_a_full_disk_is_reported_up_front(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(SwapError, match=r"reserve 1048576 bytes .*zero.swap: No space") as caught:
-        make(faults=Faults(disk_bytes=MIB - 1))
-    assert caught.value.errno == errno.ENOSPC
-    assert not list(tmp_path.iterdir())
-    make(faults=Faults(disk_bytes=MIB)).close()
-
-
-def test_more_than_any_disk_has(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(SwapError, match="reserve"):
-        make(capacity=1 << 60)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(
-    "faults",
-    [
-        Faults(short_every=1),
-        Faults(short_every=3),
-        Faults(interrupt_every=2),
-        Faults(short_every=2, interrupt_every=3, delay_us=100, reorder=True),
-    ],
-    ids=["short", "some short", "interrupted", "all"],
-)
-def test_short_and_interrupted_requests_go_on(make: Make, faults: Faults, direct: bool) -> None:
-    config = AioConfig(block_size=8 * PAGE, queue_depth=2)
-    with make(config, direct=direct, faults=faults) as file:
-        source, out = noise(100_003), torch.zeros(100_003, dtype=torch.uint8)
-        file.allocate("x", 100_003)
-        file.write("x", source).wait()
-        file.read("x", out).wait()
-        assert file.stats()[:2] == (100_003, 100_003)
-    assert torch.equal(out, source)
-
-
-def test_a_file_that_lost_its_end_is_an_error(make: Make) -> None:
-    with make() as file:
-        file.allocate("x", 10 * PAGE)
-        os.truncate(file.path, PAGE)
-        with pytest.raises(SwapError, match="'x': cannot read"):
-            file.read("x", noise(10 * PAGE)).wait()
-
-
-def test_a_read_after_a_failed_write_fails(make: Make) -> None:
-    with make(faults=Faults(eio_on=1)) as file:
-        file.allocate("x", 10)
-        write, read = file.write("x", noise(10)), file.read("x", noise(10))
-        with pytest.raises(SwapError, match="cannot read"):
-            read.wait()
-        with pytest.raises(SwapError, match="cannot write"):
-            write.wait()
-        file.write("x", noise(10))
-        file.read("x", noise(10)).wait()
-
-
-def test_drain_reports_each_failure_nobody_waited_for_once(make: Make) -> None:
-    with make(ONE_AT_A_TIME, faults=Faults(eio_on=2)) as file:
-        for name in "ab":
-            file.allocate(name, 10)
-            file.write(name, noise(10))
-        with pytest.raises(SwapError, match="'b'"):
-            file.drain()
-        file.drain()
-
-
-# The file
-
-
-def test_the_file_is_there_until_it_is_closed(make: Make, tmp_path: Path) -> None:
-    file = make(name="rank3")
-    assert file.path == str(tmp_path / "rank3.swap")
-    assert os.stat(file.path).st_size == MIB
-    assert os.stat(file.path).st_blocks * 512 >= MIB
-    file.close()
-    file.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_closing_waits_for_work_in_flight(make: Make, tmp_path: Path) -> None:
-    file = make(ONE_AT_A_TIME, faults=Faults(delay_us=2000))
-    source, out = noise(10 * PAGE), torch.zeros(10 * PAGE, dtype=torch.uint8)
-    file.allocate("x", 10 * PAGE)
-    tickets = [file.write("x", source), file.read("x", out)]
-    file.close()
-    assert all(ticket.done() for ticket in tickets)
-    tickets[1].wait()
-    assert torch.equal(out, source)
-    assert file.stats()[:2] == (10 * PAGE, 10 * PAGE)
-    assert not list(tmp_path.iterdir())
-    for act in (lambda: file.write("x", source), lambda: file.allocate("y", 1)):
-        with pytest.raises(SwapError, match=r"zero\.swap is closed"):
-            act()
-
-
-def test_closing_reports_what_failed(make: Make, tmp_path: Path) -> None:
-    file = make(faults=Faults(eio_on=1))
-    file.allocate("x", 10)
-    ticket = file.write("x", noise(10))
-    with pytest.raises(SwapError, match="'x'"):
-        file.close()
-    assert not list(tmp_path.iterdir())
-    file.close()
-    with pytest.raises(SwapError, match="'x'"):
-        ticket.wait()
-
-
-def test_leaving_a_block_hides_no_error(make: Make) -> None:
-    def fail() -> None:
-        with make(faults=Faults(eio_on=1)) as file:
-            file.allocate("x", 10)
-            file.write("x", noise(10))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-
-
-def test_dropping_a_file_closes_it(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = make(faults=Faults(eio_on=1, delay_us=10_000))
-    file.allocate("x", 10)
-    file.write("x", noise(10))
-    del file
-    assert not list(tmp_path.iterdir())
-    assert "was dropped" in caplog.text
-    assert "'x': cannot write" in caplog.text
-
-
-def test_a_file_in_use_is_refused_and_a_leftover_taken_over(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "zero.swap").write_bytes(b"left behind")
-    with make() as file:
-        with pytest.raises(SwapError, match=r"zero\.swap is in use") as caught:
-            make()
-        assert caught.value.errno == errno.EWOULDBLOCK
-        assert os.path.exists(file.path)
-        make(name="other").close()
-    make().close()
-
-
-def test_a_missing_folder(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(SwapError, match=r"absent/zero\.swap: No such file or dir") as caught:
-        make(folder=tmp_path / "absent")
-    assert caught.value.errno == errno.ENOENT
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission(make: Make, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(SwapError, match=r"zero\.swap: Permission denied"):
-            make()
-    finally:
-        tmp_path.chmod(0o700)
-
-
-@pytest.mark.parametrize(
-    ("direct", "faults", "reason"),
-    [
-        (False, None, "buffered, as asked for"),
-        (True, Faults(no_direct=True), "buffered, O_DIRECT is refused: Invalid argument"),
-    ],
-)
-def test_one_line_says_how_data_moves(
-    make: Make, direct: bool, faults: Faults | None, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="zero_runtime"):
-        with make(direct=direct, faults=faults) as file:
-            assert file.mode == reason
-            assert not file.stats().direct
-    assert caplog.messages == [f"Swap file {file.path}: {reason}"]
-
-
-def test_the_mode_is_what_the_probe_found(make: Make) -> None:
-    with make() as file:
-        assert file.mode.startswith("O_DIRECT, " if file.stats().direct else "buffered, ")
-
-
-def test_a_process_that_ends_leaves_no_file(tmp_path: Path) -> None:
-    script = f"""
-import os, torch
-from zero_runtime import native
-from zero_runtime.errors import SwapError
-from zero_runtime.swap import Faults, SwapFile
-slow = Faults(delay_us=20000)
-files = [
-    SwapFile({str(tmp_path)!r}, 1 << 20, name=str(kind), native=kind, faults=slow)
-    for kind in {{native.AVAILABLE, False}}
-]
-for file in files:
-    file.allocate("x", 10)
-pid = os.fork()
-if pid == 0:
-    refused = 0
-    for file in files:
-        try:
-            file.allocate("y", 10)
-        except SwapError as error:
-            refused += "belongs to process" in str(error)
-    raise SystemExit(refused)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(files)
-for file in files:
-    assert os.path.exists(file.path)
-    file.write("x", torch.zeros(10, dtype=torch.uint8))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 # Configuration
+
+
+@pytest.mark.parametrize(
+    "aio",
+    [
+        AioConfig(block_size=PAGE, queue_depth=5, single_submit=True),
+        AioConfig(block_size=PAGE, queue_depth=5, overlap_events=False),
+        AioConfig(block_size=PAGE, queue_depth=1 << 16, thread_count=64),
+    ],
+    ids=["single", "batches", "deep"],
+)
+def test_any_configuration_moves_data(make: Make, aio: AioConfig) -> None:
+    outs = [torch.zeros(20_000, dtype=torch.uint8) for _ in range(20)]
+    with make(aio) as file:
+        for i, out in enumerate(outs):
+            file.allocate(str(i), 20_000)
+            file.write(str(i), noise(20_000, i))
+            file.read(str(i), out)
+    assert all(torch.equal(out, noise(20_000, i)) for i, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_waits_for_a_batch_where_that_is_asked_for(tmp_path: Path, overlap: bool) -> None:
+    """Of four requests, three at a time, the first takes four delays and the last one takes one."""
+    pytest.importorskip("zero_runtime._native")
+    skip_without_io_uring(tmp_path)
+    slow = Faults(delay_us=150_000, reorder=True)
+    config = AioConfig(queue_depth=3, overlap_events=overlap)
+    with SwapFile(tmp_path, MIB, config, backend="io_uring", faults=slow) as file:
+        tickets = []
+        for i in range(4):
+            file.allocate(str(i), PAGE)
+            tickets.append(file.write(str(i), noise(PAGE)))
+            time.sleep(0.01)  # until it is taken
+        tickets[3].wait()
+        assert tickets[0].done() is not overlap
 
 
 def test_the_section_is_deepspeeds() -> None:
@@ -566,6 +334,8 @@ def test_the_section_is_deepspeeds() -> None:
     assert AioConfig.from_mapping({}) == AioConfig(1 << 20, 8, 1, False, True)
     assert AioConfig().in_flight == 8
     assert AioConfig.from_mapping(section).in_flight == MAX_THREADS
+    assert AioConfig.from_mapping(section).ring_depth == 128
+    assert AioConfig(queue_depth=1 << 16).ring_depth == MAX_DEPTH
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from zero_runtime.errors import OptionError, SwapError
 from zero_runtime.swap import (
     PAGE,
     AioConfig,
+    BackendName,
     Extent,
     Faults,
     SwapFile,
@@ -134,6 +135,7 @@ class StripedSwap:
         slots: int = 4,
         direct: bool = True,
         native: bool | None = None,
+        backend: BackendName | None = None,
         faults: Faults | None = None,
     ) -> None:
         """Reserve `capacity` bytes, evenly over `folders`, which must exist.
@@ -147,7 +149,13 @@ class StripedSwap:
         Then no file is left.
         """
         make = partial(
-            SwapFile, config=config, slots=slots, direct=direct, native=native, faults=faults
+            SwapFile,
+            config=config,
+            slots=slots,
+            direct=direct,
+            native=native,
+            backend=backend,
+            faults=faults,
         )
         places = _checked(folders)
         share = -(-_pages(capacity) // len(places)) * PAGE

@@ -2,7 +2,8 @@
 
 A :class:`SwapFile` is one preallocated file. Each tensor has an extent of it; writes and reads are
 started, and waited for later. Requests pass the page cache by (O_DIRECT) where the file system lets
-them. The work is done by the C++ extension, or by threads of Python where it is missing.
+them. The work is done by the C++ extension, with io_uring where the kernel permits it and with
+threads elsewhere, or by threads of Python where the extension is missing.
 """
 
 import errno
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ from zero_runtime.errors import OptionError, SwapError
 from zero_runtime.swap_threads import PAGE, Faults, ThreadedSwap
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_THREADS",
     "PAGE",
     "AioConfig",
+    "BackendName",
     "Extent",
     "Faults",
     "SwapFile",
@@ -35,7 +38,15 @@ __all__ = [
 ]
 
 MAX_THREADS: Final = 64
-"""Most requests that a swap file has in flight."""
+"""Most requests that threads of a swap file have in flight."""
+
+MAX_DEPTH: Final = 1024
+"""Most requests that an io_uring of a swap file has in flight."""
+
+BackendName = Literal["io_uring", "threads"]
+"""What moves the data of the C++ extension."""
+
+_BACKENDS: Mapping[BackendName | None, int] = {None: 0, "io_uring": 1, "threads": 2}
 
 _LARGEST: Mapping[str, int] = {
     "block_size": 1 << 30,
@@ -58,11 +69,14 @@ class AioConfig:
     queue_depth: int = 8
     """Requests in flight for each of `thread_count`."""
     thread_count: int = 1
-    """``thread_count * queue_depth`` requests, :data:`MAX_THREADS` at most, are in flight."""
+    """``thread_count * queue_depth`` requests are in flight: by so many threads, at most
+    :data:`MAX_THREADS`, or in one io_uring, at most :data:`MAX_DEPTH`."""
     single_submit: bool = False
-    """Taken for compatibility; requests are plain system calls, which know no batches."""
+    """With io_uring, submit each request by a system call of its own instead of all that are ready
+    by one. Threads make a call for each request anyway."""
     overlap_events: bool = True
-    """Taken for compatibility; submissions and completions always overlap."""
+    """With io_uring, start a request as soon as another one is complete; otherwise wait for all in
+    flight, then start as many again. Threads always overlap."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -94,8 +108,13 @@ class AioConfig:
 
     @property
     def in_flight(self) -> int:
-        """Most requests in flight."""
+        """Most requests in flight by threads."""
         return min(self.thread_count * self.queue_depth, MAX_THREADS)
+
+    @property
+    def ring_depth(self) -> int:
+        """Most requests in flight in an io_uring."""
+        return min(self.thread_count * self.queue_depth, MAX_DEPTH)
 
 
 class Extent(NamedTuple):
@@ -145,17 +164,27 @@ class _NativeSwap:
         self,
         path: str,
         capacity: int,
-        block_size: int,
-        threads: int,
+        config: AioConfig,
         slots: int,
         direct: bool,
+        backend: BackendName | None,
         faults: Faults,
     ) -> None:
         importlib.import_module("zero_runtime._native")
         self._ops: Any = torch.ops.zero_native
-        wrong = [int(fault) for fault in astuple(faults)] if faults != Faults() else []
         self._file: int = _reporting(
-            self._ops.swap_open.default, path, capacity, block_size, threads, slots, direct, wrong
+            self._ops.swap_open.default,
+            path,
+            capacity,
+            config.block_size,
+            config.in_flight,
+            config.ring_depth,
+            slots,
+            direct,
+            _BACKENDS[backend],
+            config.single_submit,
+            config.overlap_events,
+            [int(fault) for fault in astuple(faults)] if faults != Faults() else [],
         )
         self._write, self._read = self._ops.swap_write.default, self._ops.swap_read.default
         self._done, self._wait = self._ops.swap_done.default, self._ops.swap_wait.default
@@ -233,7 +262,8 @@ class SwapFile:
     before it; those on different names run in any order. A read whose last write failed fails too.
     Any thread may call any method. Closing, also at the end of a ``with`` block, when the object is
     dropped and when the interpreter ends, waits for everything and deletes the file. A file that a
-    killed process left behind is taken over.
+    killed process left behind is taken over. Where the file or its folder is removed meanwhile, the
+    open one works on, without a name, and a new one needs the folder again.
 
     A forked child may not use its parent's file, and leaves it alone.
     """
@@ -248,6 +278,7 @@ class SwapFile:
         slots: int = 4,
         direct: bool = True,
         native: bool | None = None,
+        backend: BackendName | None = None,
         faults: Faults | None = None,
     ) -> None:
         """Reserve `capacity` bytes for ``name.swap`` in `folder`, which must exist.
@@ -255,27 +286,30 @@ class SwapFile:
         Each rank and session needs a `name` of its own. With O_DIRECT, tensors that are not aligned
         to 4096 bytes, and ends that are not, pass through `slots` buffers of ``block_size`` bytes.
         `direct=False` goes without O_DIRECT; `native` chooses the C++ extension (True, raises
-        ImportError where it is missing) or Python (False) instead of whichever there is. `faults`
-        is for tests.
+        ImportError where it is missing) or Python (False) instead of whichever there is.
+        `backend` chooses what the extension does: ``"io_uring"`` or ``"threads"`` instead of
+        io_uring where a page passes through it, threads elsewhere. `faults` is for tests.
 
-        Raises SwapError where the folder is missing or not writable, the space is not there, or
-        another SwapFile has the file open; OptionError where an argument is out of range.
+        Raises SwapError where the folder is missing or not writable, the space is not there,
+        another SwapFile has the file open, or `backend` does not work; OptionError where an
+        argument is out of range.
         """
         if capacity < 1 or slots < 1:
             raise OptionError(f"swap: capacity {capacity} and slots {slots} must be at least 1")
         if not name or os.sep in name or "\0" in name:
             raise OptionError(f"swap: name {name!r} is no file name")
-        chosen = config if config is not None else AioConfig()
+        if backend not in _BACKENDS or (backend == "io_uring" and native is False):
+            raise OptionError(f"swap: backend {backend!r} does not exist with native={native}")
         self.path: Final = os.path.join(os.path.abspath(folder), f"{name}.swap")
         """Of the file."""
-        make = _NativeSwap if (_native.AVAILABLE if native is None else native) else ThreadedSwap
-        self._backend: _Backend = make(
+        self._backend = _make_backend(
+            _native.AVAILABLE or backend == "io_uring" if native is None else native,
             self.path,
             capacity,
-            chosen.block_size,
-            chosen.in_flight,
+            config if config is not None else AioConfig(),
             slots,
             direct,
+            backend,
             faults if faults is not None else Faults(),
         )
         self._pid = os.getpid()
@@ -285,7 +319,13 @@ class SwapFile:
 
     @property
     def mode(self) -> str:
-        """How data moves and why: ``"O_DIRECT, ..."`` or ``"buffered, ..."``."""
+        """How data moves and why, as in ``"io_uring, O_DIRECT, registered buffers"``.
+
+        First ``io_uring``, ``threads`` or ``Python threads``; then ``O_DIRECT`` or ``buffered``;
+        then, with io_uring and O_DIRECT, whether the buffers for data that is not aligned are
+        registered with the kernel. Where something else was tried first, the reason why that
+        failed stands in brackets.
+        """
         return self._backend.mode
 
     def allocate(self, name: str, nbytes: int) -> Extent:
@@ -368,6 +408,21 @@ class SwapFile:
         if os.getpid() != self._pid:
             raise SwapError(errno.EBADF, f"swap file {self.path} belongs to process {self._pid}")
         return self._backend
+
+
+def _make_backend(
+    native: bool,
+    path: str,
+    capacity: int,
+    config: AioConfig,
+    slots: int,
+    direct: bool,
+    backend: BackendName | None,
+    faults: Faults,
+) -> _Backend:
+    if native:
+        return _NativeSwap(path, capacity, config, slots, direct, backend, faults)
+    return ThreadedSwap(path, capacity, config.block_size, config.in_flight, slots, direct, faults)
 
 
 def flat_on_cpu(name: str, tensor: Tensor, path: str) -> Tensor:

@@ -52,6 +52,8 @@ class Faults:
     """The first of four requests takes four such delays, the last takes one."""
     no_direct: bool = False
     """O_DIRECT is refused."""
+    enospc_every: int = 0
+    """Every so many writes, counted alone, fail with ENOSPC; 0: none."""
 
 
 class _Io:
@@ -60,7 +62,7 @@ class _Io:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._lock = threading.Lock()
-        self._calls = self._taken = 0
+        self._calls = self._writes = self._taken = 0
 
     def read(self, fd: int, data: memoryview, offset: int) -> int:
         return os.preadv(fd, [data[: self._begin(len(data), offset)]], offset)
@@ -96,10 +98,14 @@ class _Io:
         return (count // 2 // PAGE * PAGE if aligned else count // 2) or count
 
     def _take_room(self, count: int) -> int:
-        if self._faults.enospc_after < 0:
-            return count
+        faults = self._faults
         with self._lock:
-            room = self._faults.enospc_after - self._taken
+            self._writes += 1
+            if _hits(self._writes, faults.enospc_every):
+                raise _os_error(errno.ENOSPC)
+            if faults.enospc_after < 0:
+                return count
+            room = faults.enospc_after - self._taken
             allowed = count if count <= room else room // PAGE * PAGE
             self._taken += allowed
         if not allowed:
@@ -184,7 +190,7 @@ class ThreadedSwap:
         self._fd = self._lock_fd
         try:
             self._reserve()
-            self.mode = self._probe_direct(direct, faults)
+            self.mode = f"Python threads, {self._probe_direct(direct, faults)}"
         except BaseException:
             self._delete()
             raise
@@ -452,7 +458,7 @@ class ThreadedSwap:
                     f"swap file {self._path} is in use: give each rank and each session a name "
                     "of its own",
                 )
-            if os.path.exists(self._path) and os.path.samestat(os.fstat(fd), os.stat(self._path)):
+            if _is_named(fd, self._path):
                 return fd
             os.close(fd)
 
@@ -469,26 +475,31 @@ class ThreadedSwap:
         return SwapError(code, f"{what} {self._path}: {os.strerror(code)}")
 
     def _probe_direct(self, direct: bool, faults: Faults) -> str:
+        """Open the file with O_DIRECT where a page passes through; return the mode."""
         if not direct:
-            return "buffered, as asked for"
-        if faults.no_direct or not hasattr(os, "O_DIRECT"):
-            return f"buffered, O_DIRECT is refused: {os.strerror(errno.EINVAL)}"
+            return "buffered (as asked for)"
+        if not hasattr(os, "O_DIRECT"):
+            return "buffered (there is no O_DIRECT)"
+        if _is_tmpfs(self._path):
+            return "buffered (tmpfs is memory)"
+        if faults.no_direct:
+            return f"buffered (O_DIRECT: {os.strerror(errno.EINVAL)})"
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
-            return f"buffered, O_DIRECT is refused: {error.strerror}"
+            return f"buffered (O_DIRECT: {error.strerror})"
         sent, received = mmap.mmap(-1, PAGE), mmap.mmap(-1, PAGE)
         sent[:] = b"\xa5" * PAGE
         code = _code_of(lambda: (os.pwrite(fd, sent, 0), os.preadv(fd, [received], 0)))
         if code or sent[:] != received[:]:
             os.close(fd)
-            text = os.strerror(code or errno.EIO)
-            return f"buffered, a page did not pass through O_DIRECT: {text}"
+            return f"buffered (O_DIRECT: {os.strerror(code or errno.EIO)})"
         self._fd, self._direct = fd, True
-        return "O_DIRECT, a page was written and read back"
+        return "O_DIRECT"
 
     def _delete(self) -> None:
-        _code_of(partial(os.unlink, self._path))
+        if _is_named(self._lock_fd, self._path):
+            _code_of(partial(os.unlink, self._path))
         _code_of(partial(os.ftruncate, self._lock_fd, 0))
         _code_of(partial(fcntl.flock, self._lock_fd, fcntl.LOCK_UN))
         for fd in {self._fd, self._lock_fd}:
@@ -502,6 +513,26 @@ def _code_of(act: Callable[[], object]) -> int:
     except OSError as error:
         return error.errno or errno.EIO
     return 0
+
+
+def _is_named(fd: int, path: str) -> bool:
+    """Return whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
+
+
+def _is_tmpfs(path: str) -> bool:
+    """Return whether a file lies in memory already: O_DIRECT would only mean another copy."""
+    try:
+        with open("/proc/self/mountinfo") as table:
+            mounts = [line.split() for line in table]
+    except OSError:
+        return False
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return any(m[2] == wanted and m[m.index("-") + 1] == "tmpfs" for m in mounts)
 
 
 def _os_error(code: int) -> OSError:

@@ -1,0 +1,106 @@
+"""What tests of swap files share."""
+
+import faulthandler
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_runtime.striped import StripedSwap
+from zero_runtime.swap import PAGE, AioConfig, SwapFile
+
+MIB = 1 << 20
+ONE_AT_A_TIME = AioConfig(block_size=PAGE, queue_depth=1)
+
+IMPLEMENTATIONS = ("io_uring", "threads", "python")
+
+Make = Callable[..., SwapFile]
+
+
+def opener(implementation: str, in_folder: Path) -> Make:
+    """Opens swap files of 1 MiB with one of the implementations; skips where it is not there."""
+    native = implementation != "python"
+    if native:
+        pytest.importorskip("zero_runtime._native")
+    if implementation == "io_uring":
+        skip_without_io_uring(in_folder)
+
+    def open_file(
+        config: AioConfig | None = None,
+        *,
+        folder: Path = in_folder,
+        capacity: int = MIB,
+        **options: Any,
+    ) -> SwapFile:
+        backend: Any = implementation if native else None
+        return SwapFile(folder, capacity, config, native=native, backend=backend, **options)
+
+    return open_file
+
+
+def skip_without_io_uring(folder: Path) -> None:
+    with SwapFile(folder, PAGE, native=True) as file:
+        if not file.mode.startswith("io_uring"):
+            pytest.skip(file.mode)
+
+
+@contextmanager
+def time_limit(seconds: float = 120) -> Iterator[None]:
+    """End the run, with every thread's traceback, where a wait in C++ never returns."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def running(script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the script, from the first line that it prints on; killed at the end."""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        try:
+            assert select.select([child.stdout], [], [], 90)[0], "the script printed nothing"
+            assert child.stdout.readline() == b"ready\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def run(script: str, **environment: str) -> str:
+    """What a process with the script prints; raises AssertionError, with its errors, if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+
+
+def read_back(file: SwapFile | StripedSwap, name: str, nbytes: int) -> torch.Tensor:
+    out = torch.full((nbytes,), 7, dtype=torch.uint8)
+    file.read(name, out).wait()
+    return out
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
