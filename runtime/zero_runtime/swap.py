@@ -284,7 +284,8 @@ class SwapFile:
         """Reserve `capacity` bytes for ``name.swap`` in `folder`, which must exist.
 
         Each rank and session needs a `name` of its own. With O_DIRECT, tensors that are not aligned
-        to 4096 bytes, and ends that are not, pass through `slots` buffers of ``block_size`` bytes.
+        to 4096 bytes, and ends that are not, pass through `slots` buffers of ``block_size`` bytes,
+        which are resident from the start where io_uring has them registered.
         `direct=False` goes without O_DIRECT; `native` chooses the C++ extension (True, raises
         ImportError where it is missing) or Python (False) instead of whichever there is.
         `backend` chooses what the extension does: ``"io_uring"`` or ``"threads"`` instead of
