@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 import zero_compile
 from tools import document
 from tools.dump_schedule import main
-from zero_runtime.plan import Plan
+from zero_compile.layout import plan_bucket
+from zero_runtime.plan import Plan, Residence, Tier
 
 SCRIPT = """
 import torch
@@ -123,6 +125,62 @@ def test_the_facts_of_each_stage(script: str, stage: int, shards: str, gradients
     assert f"gradient shards: {gradients} KiB" in output
     assert "optimizer state: 36.0 KiB" in output
     assert f"ranks: 4, stage {stage}" in output
+
+
+@pytest.fixture
+def off_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Residence:
+    """Every bucket that is laid out lives there."""
+    residence = Residence(request.param, request.param)
+    placed = partial(plan_bucket, residence=residence)
+    monkeypatch.setattr("zero_compile.capture.plan_bucket", placed)
+    return residence
+
+
+@pytest.mark.parametrize("off_the_device", [Tier.HOST, Tier.NVME], indirect=True)
+@pytest.mark.parametrize("schedule", ["planned", "one_ahead"])
+def test_what_lives_off_the_device(
+    script: str, tmp_path: Path, off_the_device: Residence, schedule: str
+) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace", "graph")}
+    written = [part for name, path in files.items() for part in (f"--{name}", path)]
+    output = shown(script, *SMALL, "--schedule", schedule, "--why", 0, *written)
+    nvme = off_the_device.parameters is Tier.NVME
+    for text in (
+        "shards on",
+        "optimizer on",
+        "fetch_start",
+        "evict",
+        "host to device",
+        "device to host",
+        "parameter shards on the device: 0 B",
+        "gradient shards on the device: 0 B",
+        "optimizer state on the device: 0 B",
+        "copied to the device from 0.",
+        "goes to the host from",
+    ):
+        assert text in output, text
+    for text in ("read_start", "nvme read", "read from NVMe from 0.000 ms"):
+        assert (text in output) is nvme, text
+    moved = re.search(r"moved a rank a step: (.*)", output)
+    assert moved is not None
+    assert moved[1].rstrip().endswith("device to host 12.0 KiB")
+    made = document.read(files["json"])
+    assert {bucket.residence for plan in made.plans for bucket in plan.buckets} == {off_the_device}
+    lanes = {"host_to_device", "device_to_host"} | ({"nvme_read"} if nvme else set())
+    channels = {e.channel for timeline in made.timelines for e in timeline.events}
+    assert channels == {"compute", "all_gather", "reduce_scatter", *lanes}
+    trace = json.loads(files["trace"].read_text())["traceEvents"]
+    named = {e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert named == channels
+    page = files["html"].read_text()
+    assert all(f'"channel":"{lane}"' in page for lane in channels)
+    assert "zero3.evict" in files["graph"].read_text()
+
+
+def test_what_lives_on_the_device_has_no_column_for_it(script: str) -> None:
+    output = shown(script, *SMALL)
+    assert "shards on" not in output
+    assert "moved a rank a step" not in output
 
 
 def test_an_import_path(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import BACKWARD, FORWARD, call_before, copy_of, gpt, lowered, mlp, named, traced
+from graphs import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    NVME,
+    call_before,
+    copy_of,
+    gpt,
+    lowered,
+    mlp,
+    named,
+    traced,
+)
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zero_compile.fx_graph import calls
 from zero_compile.planner.liveness import Liveness, Origin, Storage, keep_for_reuse, seam
 from zero_runtime import ops
+from zero_runtime.plan import Residence, Tier
 from zero_runtime.timeline import Category
 
 aten = torch.ops.aten
@@ -171,6 +185,35 @@ def test_the_schedule_holds_what_its_plan_says(recorded: Callable[[], object], g
     found = Liveness.of(gm.graph, plan.buckets)
     assert found.peak([Category.GATHERED]).bytes == plan.peak_gathered_bytes
     assert found.peak([Category.REDUCING]).bytes == plan.peak_reducing_bytes
+
+
+@pytest.mark.parametrize("graph", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("residence", [NVME, HOST, Residence(optimizer=Tier.HOST)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fetched_shards_count_up_to_their_gathers(ranks, residence, graph) -> None:
+    """Together with what is gathered at every step of the plan."""
+    recording = mlp(ranks, "one_ahead", residence)
+    plan, found = (
+        recording.plans[graph],
+        Liveness.of(recording.scheduled(graph).graph, recording.buckets),
+    )
+    curve = found.live([Category.GATHERED, Category.STAGING])
+    nodes = [n.name for n in recording.scheduled(graph).graph.nodes if n.target in ops.SCHEDULED]
+    held = [curve[found.names.index(name)] for name in nodes]
+    assert held == [step.gathered_bytes for step in plan.steps]
+
+
+@pytest.mark.parametrize("residence", [None, HOST])
+def test_a_reduced_gradient_that_is_evicted_is_no_output(residence) -> None:
+    recording = mlp(2, "one_ahead", residence)
+    found = Liveness.of(recording.scheduled(BACKWARD).graph, recording.buckets)
+    waits = [n.name for n in calls(recording.scheduled(BACKWARD).graph, ops.reduce_scatter_wait)]
+    kept = {s.name for s in found.storages if s.output}
+    assert kept & set(waits) == (set() if residence else set(waits))
+    reducing = [s.bytes for s in found.storages if s.category is Category.REDUCING]
+    buckets = [recording.buckets[b] for b in (2, 1, 0)]
+    shards = [b.chunk * 4 if residence else 0 for b in buckets]
+    assert reducing == [b.reducing_bytes() + s for b, s in zip(buckets, shards, strict=True)]
 
 
 def test_categories_add_up() -> None:

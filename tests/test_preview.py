@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,24 @@ from torch import nn
 from zoo_plain import ConvNet
 
 from tools.dump_schedule import sum_of_gradients
+from zero_compile.layout import plan_bucket
 from zero_compile.planner import hardware
-from zero_compile.planner.budget import Held, resident
+from zero_compile.planner.budget import Held, Resident, resident
 from zero_compile.planner.evaluate import evaluate, held_bytes
 from zero_compile.planner.hardware import Hardware, Link
 from zero_compile.planner.pose import MARGIN
 from zero_compile.preview import Preview, preview
 from zero_runtime.errors import OptionError, PlanError, ZeroError
-from zero_runtime.plan import Channel, Phase, Plan, Policy, Stage, StepKind
+from zero_runtime.plan import (
+    Channel,
+    Phase,
+    Plan,
+    Policy,
+    Residence,
+    Stage,
+    StepKind,
+    Tier,
+)
 from zero_runtime.timeline import Category
 
 Made = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
@@ -202,6 +212,53 @@ def test_what_stays_is_2_2_and_12_bytes_a_parameter(stage: int) -> None:
     held = resident([Held(P, "bfloat16", True)], Policy(Stage(stage), True), N)
     assert held.gradients == pytest.approx(sum_of_gradients(planned), rel=0.01)
     assert planned.peak >= planned.resident.total + sum_of_gradients(planned)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_what_lives_off_the_device_takes_none_of_its_memory(stage: int, tier: Tier) -> None:
+    """Gradients follow the optimizer, but for stage 1; parameters can leave at stage 3 only."""
+    policy, ranks = Policy(Stage(stage), True), 8
+
+    def kept(residence: Residence) -> Resident:
+        return resident([Held(P, "bfloat16", True, True, residence)], policy, ranks)
+
+    here = kept(Residence())
+    optimizer = kept(Residence(optimizer=tier))
+    assert optimizer == (here.shards, here.gradients if stage == 1 else 0, 0)
+    parameters = kept(Residence(parameters=tier))
+    assert parameters == (0 if stage == 3 else here.shards, here.gradients, here.optimizer)
+    both = kept(Residence(tier, tier))
+    assert both == (parameters.shards, optimizer.gradients, 0)
+
+
+def test_what_is_left_on_the_device_still_counts() -> None:
+    there = Held(1000, "float32", True, True, Residence(Tier.HOST, Tier.HOST))
+    here = Held(10, "float32", True)
+    assert resident([there, here], Policy(), 1) == (40, 40, 80)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_a_chain_off_the_device_is_planned_within_a_budget_that_its_state_exceeds(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"hardware": "h100", "bucket_bytes": 1, "device_memory": "64MiB"}
+    plan = partial(preview, chain(8, 1024, 8192), world_size=1, options=options)
+    with pytest.raises(OptionError, match="does not hold what stays on one rank"):
+        plan()
+    placed = partial(plan_bucket, residence=Residence(tier, tier))
+    monkeypatch.setattr("zero_compile.capture.plan_bucket", placed)
+    with pytest.raises(PlanError):
+        plan(options={**options, "device_memory": "4MiB"})
+    planned = plan(options={**options, "device_memory": "512MiB"})
+    assert planned.resident.total == 0
+    assert planned.peak <= 512 << 20
+    moved = [
+        op for g in planned.graphs for op in g.program.ops if op.channel is not Channel.COMPUTE
+    ]
+    kinds = {Channel.ALL_GATHER, Channel.REDUCE_SCATTER, Channel.HOST_TO_DEVICE}
+    kinds |= {Channel.DEVICE_TO_HOST} | ({Channel.NVME_READ} if tier is Tier.NVME else set())
+    assert {op.channel for op in moved} == kinds
 
 
 def test_a_step_of_stage_3_sends_6_bytes_a_parameter_but_for_what_is_kept_or_not_needed() -> None:

@@ -22,13 +22,14 @@ from tools.document import Document
 from tools.models import Shape
 from tools.plan_tables import buckets_table, steps_table, summary
 from tools.render import diff, page, tables, trace
-from tools.render.tables import si_bytes
+from tools.render.tables import channel_text, si_bytes
 from tools.sizing import Wanted, formula, largest_batch
 from zero_compile.planner.explain import explain
 from zero_compile.preview import GraphPreview, Preview
+from zero_compile.tiers import is_evicted
 from zero_runtime.bucket import reduced_numel
 from zero_runtime.errors import OptionError, ZeroError
-from zero_runtime.plan import StepKind, dtype_of
+from zero_runtime.plan import Channel, StepKind, dtype_of
 
 _MANY = 200
 _OUT = {"dir_okay": False, "writable": True}
@@ -186,30 +187,45 @@ def _settings(
 
 def _document(wanted: Wanted, planned: Preview) -> Document:
     kept, traffic, shape = planned.resident, planned.traffic, wanted.shape
+    between = _between_tiers(planned)
+    here = " on the device" if between else ""
     facts = {
         "model": f"{wanted.target}, {planned.parameters:,} parameters",
         "ranks": f"{planned.world_size:,}, stage {wanted.stage}",
         "input": f"{shape.batch} x {shape.sequence} tokens a rank, {shape.dtype}",
         "hardware": str(wanted.settings["hardware"]),
         "schedule": str(wanted.settings["schedule"]),
-        "parameter shards": si_bytes(kept.shards),
-        "gradient shards": si_bytes(sum_of_gradients(planned)),
-        "optimizer state": si_bytes(kept.optimizer),
+        f"parameter shards{here}": si_bytes(kept.shards),
+        f"gradient shards{here}": si_bytes(sum_of_gradients(planned)),
+        f"optimizer state{here}": si_bytes(kept.optimizer),
         "sent a rank a step": f"{si_bytes(traffic.total)} (gathers {si_bytes(traffic.all_gather)}, "
         f"reductions {si_bytes(traffic.reduce_scatter)})",
+        **between,
     }
     plans = tuple(plan for graph in planned.graphs for plan in graph.plans)
     return Document(wanted.target, facts, plans, tuple(graph.timeline for graph in planned.graphs))
 
 
+def _between_tiers(planned: Preview) -> dict[str, str]:
+    """What one rank moves between its device, its host and its drive; nothing where it moves nothing."""
+    ops = [op for graph in planned.graphs for op in graph.program.ops]
+    channels = (Channel.NVME_READ, Channel.HOST_TO_DEVICE, Channel.DEVICE_TO_HOST)
+    moved = {c: sum(op.bytes for op in ops if op.channel is c) for c in channels}
+    told = [f"{channel_text(c)} {si_bytes(size)}" for c, size in moved.items() if size]
+    return {"moved a rank a step": ", ".join(told)} if told else {}
+
+
 def sum_of_gradients(planned: Preview) -> int:
-    """Bytes of reduced gradients on one rank: its chunk of each reduced bucket, at stage 1 all of it."""
+    """Bytes of reduced gradients on one rank's device: its chunk of each reduced bucket, at stage 1 all
+    of it; those that go to the host do not count.
+    """
     return sum(
         reduced_numel(plan.buckets[number], planned.stage)
         * plan.buckets[number].torch_dtype.itemsize
         for graph in planned.graphs
         for plan in graph.plans
         for number in {s.bucket for s in plan.steps if s.kind is StepKind.REDUCE_SCATTER_START}
+        if not is_evicted(plan.buckets[number], planned.stage)
     )
 
 
