@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 import zero_compile
 from tools import document
 from tools.dump_schedule import main
-from zero_compile.layout import plan_bucket
 from zero_runtime.plan import Plan, Residence, Tier
 
 SCRIPT = """
@@ -127,24 +125,15 @@ def test_the_facts_of_each_stage(script: str, stage: int, shards: str, gradients
     assert f"ranks: 4, stage {stage}" in output
 
 
-@pytest.fixture
-def off_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Residence:
-    """Every bucket that is laid out lives there."""
-    residence = Residence(request.param, request.param)
-    placed = partial(plan_bucket, residence=residence)
-    monkeypatch.setattr("zero_compile.capture.plan_bucket", placed)
-    return residence
-
-
-@pytest.mark.parametrize("off_the_device", [Tier.HOST, Tier.NVME], indirect=True)
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("schedule", ["planned", "one_ahead"])
-def test_what_lives_off_the_device(
-    script: str, tmp_path: Path, off_the_device: Residence, schedule: str
-) -> None:
+def test_what_lives_off_the_device(script: str, tmp_path: Path, tier: Tier, schedule: str) -> None:
+    nvme = tier is Tier.NVME
+    section = json.dumps({"device": str(tier), **({"nvme_path": "/scratch"} if nvme else {})})
+    away = [f"--option=offload_{kind}={section}" for kind in ("param", "optimizer")]
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace", "graph")}
     written = [part for name, path in files.items() for part in (f"--{name}", path)]
-    output = shown(script, *SMALL, "--schedule", schedule, "--why", 0, *written)
-    nvme = off_the_device.parameters is Tier.NVME
+    output = shown(script, *SMALL, *away, "--schedule", schedule, "--why", 0, *written)
     for text in (
         "shards on",
         "optimizer on",
@@ -165,7 +154,8 @@ def test_what_lives_off_the_device(
     assert moved is not None
     assert moved[1].rstrip().endswith("device to host 12.0 KiB")
     made = document.read(files["json"])
-    assert {bucket.residence for plan in made.plans for bucket in plan.buckets} == {off_the_device}
+    there = {bucket.residence for plan in made.plans for bucket in plan.buckets}
+    assert there == {Residence(tier, tier)}
     lanes = {"host_to_device", "device_to_host"} | ({"nvme_read"} if nvme else set())
     channels = {e.channel for timeline in made.timelines for e in timeline.events}
     assert channels == {"compute", "all_gather", "reduce_scatter", *lanes}

@@ -14,7 +14,6 @@ from torch import nn
 from zoo_plain import ConvNet
 
 from tools.dump_schedule import sum_of_gradients
-from zero_compile.layout import plan_bucket
 from zero_compile.planner import hardware
 from zero_compile.planner.budget import Held, Resident, resident
 from zero_compile.planner.evaluate import evaluate, held_bytes
@@ -240,14 +239,15 @@ def test_what_is_left_on_the_device_still_counts() -> None:
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 def test_a_chain_off_the_device_is_planned_within_a_budget_that_its_state_exceeds(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
+    tier: Tier,
 ) -> None:
-    options = {"hardware": "h100", "bucket_bytes": 1, "device_memory": "64MiB"}
-    plan = partial(preview, chain(8, 1024, 8192), world_size=1, options=options)
+    options: dict[str, Any] = {"hardware": "h100", "bucket_bytes": 1, "device_memory": "64MiB"}
+    plan = partial(preview, chain(8, 1024, 8192), world_size=1)
     with pytest.raises(OptionError, match="does not hold what stays on one rank"):
-        plan()
-    placed = partial(plan_bucket, residence=Residence(tier, tier))
-    monkeypatch.setattr("zero_compile.capture.plan_bucket", placed)
+        plan(options=options)
+    options |= {kind: {"device": str(tier)} for kind in ("offload_param", "offload_optimizer")}
+    if tier is Tier.NVME:
+        options["nvme_path"] = "/scratch"
     with pytest.raises(PlanError):
         plan(options={**options, "device_memory": "4MiB"})
     planned = plan(options={**options, "device_memory": "512MiB"})

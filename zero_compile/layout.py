@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_runtime.plan import ALIGNMENT, BucketPlan, Residence, Slot, dtype_name
+from zero_runtime.plan import ALIGNMENT, BucketPlan, Slot, dtype_name
 
 
 class Use(NamedTuple):
@@ -58,8 +58,6 @@ _SLACK = 1.125
 
 MiB = 1 << 20
 
-_ON_DEVICE = Residence()
-
 
 def group_uses(uses: Sequence[Use], policy: LayoutPolicy) -> list[list[Use]]:
     """Groups of uses, one a bucket, ordered by first use. Frozen and trainable never mix."""
@@ -76,9 +74,7 @@ def group_uses(uses: Sequence[Use], policy: LayoutPolicy) -> list[list[Use]]:
     return groups
 
 
-def plan_bucket(
-    group: Sequence[Use], world_size: int, residence: Residence = _ON_DEVICE
-) -> BucketPlan:
+def plan_bucket(group: Sequence[Use], world_size: int) -> BucketPlan:
     """Slots at aligned offsets, padded to equal aligned chunks a rank."""
     slots, offset = [], 0
     for use in group:
@@ -86,8 +82,7 @@ def plan_bucket(
         offset += _round_up(use.numel, ALIGNMENT)
     chunk = _round_up(-(-offset // world_size), ALIGNMENT)
     first = group[0]
-    dtype, device = dtype_name(first.dtype), str(first.device)
-    return BucketPlan(dtype, device, world_size, chunk, tuple(slots), residence)
+    return BucketPlan(dtype_name(first.dtype), str(first.device), world_size, chunk, tuple(slots))
 
 
 def default_bucket_bytes(uses: Iterable[Use], saturating_bytes: int = 16 * MiB) -> int:
