@@ -229,7 +229,11 @@ return [addmm_2]
           "offset": 128,
           "numel": 16
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     },
     {
       "dtype": "float32",
@@ -263,7 +267,11 @@ return [addmm_2]
           "offset": 128,
           "numel": 8
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     },
     {
       "dtype": "float32",
@@ -297,7 +305,11 @@ return [addmm_2]
           "offset": 32,
           "numel": 4
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     }
   ],
   "steps": [
@@ -458,7 +470,11 @@ return [addmm_2]
           "offset": 128,
           "numel": 16
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     },
     {
       "dtype": "float32",
@@ -492,7 +508,11 @@ return [addmm_2]
           "offset": 128,
           "numel": 8
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     },
     {
       "dtype": "float32",
@@ -526,7 +546,11 @@ return [addmm_2]
           "offset": 32,
           "numel": 4
         }
-      ]
+      ],
+      "residence": {
+        "parameters": "device",
+        "optimizer": "device"
+      }
     }
   ],
   "steps": [

@@ -64,6 +64,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
 
 
+def filled(tensor: torch.Tensor, value: float) -> bool:
+    """Whether each element is ``value``; apart from asserts, which would print the whole tensor."""
+    return bool((tensor.cpu() == value).all())
+
+
 def held(device: torch.device) -> int:
     """Bytes that tensors on the host and on the device take up."""
     gc.collect()
@@ -107,7 +112,7 @@ def test_host_memory_is_used_again() -> None:
 def test_host_memory_in_use_is_not_handed_out_again() -> None:
     pool = Pool(pinned=True)
     taken = [pool.take(1000, torch.float32).fill_(number) for number in range(5)]
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(taken))
+    assert all(filled(tensor, number) for number, tensor in enumerate(taken))
 
 
 def test_an_empty_tensor_takes_no_special_care(transfers: Transfers, device: torch.device) -> None:
@@ -147,8 +152,7 @@ def test_shapes_and_parts_of_buffers_move(transfers: Transfers, device: torch.de
     host, there = torch.arange(24.0).view(2, 3, 4), torch.zeros(5, 3, 4, device=device)
     transfers.to_device(host, there[2:4]).wait()
     assert torch.equal(there[2:4].cpu(), host)
-    assert not there[:2].any()
-    assert not there[4:].any()
+    assert not there.cpu()[[0, 1, 4]].any()
 
 
 def test_copies_of_one_direction_run_in_order(transfers: Transfers, device: torch.device) -> None:
@@ -169,7 +173,7 @@ def test_a_copy_sees_what_was_computed_before_it_started(
         there += 1
     back = Pool(True).take(LARGE, torch.float32)
     transfers.to_host(there, back).wait_on_host()
-    assert bool((back == 50).all())
+    assert filled(back, 50)
 
 
 def test_a_round_trip_needs_no_wait_on_the_host(transfers: Transfers, device: torch.device) -> None:
@@ -186,7 +190,7 @@ def test_many_threads_may_start_copies(transfers: Transfers, device: torch.devic
         there, back = torch.empty(1000, device=device), torch.empty(1000)
         transfers.to_device(torch.full((1000,), float(number)), there).wait()
         transfers.to_host(there, back).wait_on_host()
-        return bool((back == number).all())
+        return filled(back, number)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(move, range(200)))
@@ -207,7 +211,7 @@ def test_tensors_that_nobody_else_holds_live_until_the_copy_is_complete(
     overwritten = [pool.take(LARGE, torch.float32).fill_(-1) for _ in range(3)]
     for copy in copies:
         copy.wait()
-    assert all(bool((tensor == n).all()) for n, tensor in enumerate(there))
+    assert all(filled(tensor, n) for n, tensor in enumerate(there))
     assert len(overwritten) == 3
 
 
@@ -216,7 +220,7 @@ def test_a_copy_that_is_dropped_still_arrives(transfers: Transfers, device: torc
     transfers.to_device(torch.ones(LARGE), there)
     last = torch.zeros(1, device=device)
     transfers.to_device(torch.ones(1), last).wait_on_host()
-    assert bool((there == 1).all())
+    assert filled(there, 1)
 
 
 def test_tensors_are_let_go_when_the_copy_is_complete(
@@ -244,7 +248,7 @@ def test_threads_end_with_the_object_that_started_them() -> None:
     assert count() == before + 2
     del transfers
     copy.wait()
-    assert bool((there == 1).all())
+    assert filled(there, 1)
     assert settled(lambda: count() == before)
 
 
@@ -303,7 +307,7 @@ def test_tensors_that_do_not_fit_are_refused_at_once(
         transfers.to_device(on_host, on_device)
     with pytest.raises(ZeroError, match=message.replace("from host to .*:", "to host:")):
         transfers.to_host(on_device, on_host)
-    assert not on_device.any()
+    assert not on_device.cpu().any()
 
 
 def test_the_other_devices_tensors_are_refused(transfers: Transfers, device: torch.device) -> None:
@@ -357,7 +361,7 @@ def test_only_the_stream_waits(transfers: Transfers, gpu: torch.device) -> None:
     there += 1
     copy.wait_on_host()
     assert copy.done()
-    assert bool((back == 2).all())
+    assert filled(back, 2)
 
 
 @needs_gpu
@@ -375,7 +379,7 @@ def test_a_destination_is_not_written_before_it_is_free(
     second = torch.empty(LARGE, device=gpu)
     assert second.data_ptr() == address
     transfers.to_device(host, second).wait()
-    assert bool((second == 7).all())
+    assert filled(second, 7)
 
 
 @needs_gpu
@@ -392,7 +396,7 @@ def test_the_devices_memory_is_free_for_the_stream_that_waited(
     assert torch.cuda.memory_allocated() == before
     torch.zeros(LARGE, device=gpu)  # takes the same memory
     copy.wait_on_host()
-    assert bool((back == 1).all())
+    assert filled(back, 1)
 
 
 @needs_gpu
@@ -420,7 +424,7 @@ def test_both_directions_run_at_once(transfers: Transfers, gpu: torch.device) ->
     to_device.wait_on_host()
     assert not to_host.done()
     to_host.wait_on_host()
-    assert bool((back == 4).all())
+    assert filled(back, 4)
 
 
 @needs_extension

@@ -20,6 +20,7 @@ from zero_compile.planner.hardware import Hardware
 from zero_compile.planner.pose import Posed, pose
 from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
 from zero_runtime import ops
+from zero_runtime.entry import Entry
 from zero_runtime.gradient import Place
 from zero_runtime.plan import Phase, Plan, Residence, dtype_name
 
@@ -186,7 +187,7 @@ class Lowering:
                 dtype_name(p.dtype),
                 p.requires_grad,
                 id(e) not in mine,
-                e.place.bucket.plan.residence if e.placed else Residence(),
+                _residence(e),
             )
             for e, p in alive
             if p is not None
@@ -201,6 +202,11 @@ class Lowering:
         most = self._options.stage3_param_persistence_threshold
         small = (all(s.numel <= most for s in b.plan.slots) for b in self._capture.buckets)
         return frozenset(number for number, is_small in enumerate(small) if is_small)
+
+
+def _residence(entry: Entry) -> Residence:
+    """Where the parameter's state lives; until a graph has placed it, on the device as far as is known."""
+    return entry.place.bucket.plan.residence if entry.placed else Residence()
 
 
 def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:

@@ -14,7 +14,7 @@ void Check(cudaError_t error, const char* call, const What& what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();
   throw std::runtime_error(std::string(call) + " failed with " + cudaGetErrorName(error) + " (" +
-                           cudaGetErrorString(error) + "), at " + what());
+                           cudaGetErrorString(error) + "), while " + what());
 }
 
 }  // namespace zero_cuda

@@ -1,7 +1,7 @@
 #include "copies.h"
 
-#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
@@ -186,7 +186,7 @@ cudaStream_t Copies::StreamOf(const LaneKey& key) {
   if (found != streams_.end()) return found->second;
   cudaStream_t stream = nullptr;
   Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags",
-        [&] { return "a stream for copies of cuda:" + std::to_string(std::get<0>(key)); });
+        [&] { return "making a stream for copies of cuda:" + std::to_string(std::get<0>(key)); });
   streams_[key] = stream;
   return stream;
 }

@@ -22,7 +22,8 @@ cudaEvent_t EventPool::Take(int32_t device) {
   cudaEvent_t event = nullptr;
   // A host that waits sleeps: its cores have an optimizer to run.
   Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-        "cudaEventCreateWithFlags", [&] { return "an event of cuda:" + std::to_string(device); });
+        "cudaEventCreateWithFlags",
+        [&] { return "making an event of cuda:" + std::to_string(device); });
   made_ += 1;
   return event;
 }
