@@ -43,7 +43,7 @@ APP.command()(main)
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(APP, [str(a) for a in arguments], env={"COLUMNS": "400"})
+    return CliRunner().invoke(APP, [str(a) for a in arguments], env={"COLUMNS": "800"})
 
 
 def shown(*arguments: object) -> str:

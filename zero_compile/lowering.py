@@ -187,11 +187,17 @@ class Lowering:
                 dtype_name(p.dtype),
                 p.requires_grad,
                 id(e) not in mine,
-                _residence(e),
+                self._residence(e),
             )
             for e, p in alive
             if p is not None
         ]
+
+    def _residence(self, entry: Entry) -> Residence:
+        """Where the parameter's state lives; until a graph has placed it, where most does."""
+        if entry.placed:
+            return entry.place.bucket.plan.residence
+        return self._capture.session.offload.usual
 
     def _as_bytes(self, elements: int | None) -> int | None:
         """A limit that is given in elements; of several dtypes the widest counts."""
@@ -202,11 +208,6 @@ class Lowering:
         most = self._options.stage3_param_persistence_threshold
         small = (all(s.numel <= most for s in b.plan.slots) for b in self._capture.buckets)
         return frozenset(number for number, is_small in enumerate(small) if is_small)
-
-
-def _residence(entry: Entry) -> Residence:
-    """Where the parameter's state lives; until a graph has placed it, on the device as far as is known."""
-    return entry.place.bucket.plan.residence if entry.placed else Residence()
 
 
 def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:

@@ -55,6 +55,15 @@ class Offload:
         return (", ".join(named) or "nothing") + late
 
     @property
+    def usual(self) -> Residence:
+        """Where most of a bucket's state lives, whichever it is."""
+        tiers = list(Tier)
+        return Residence(
+            tiers[self.parameters.index(max(self.parameters))],
+            tiers[self.optimizer.index(max(self.optimizer))],
+        )
+
+    @property
     def active(self) -> bool:
         """Whether anything leaves the device."""
         return self.parameters != ON_DEVICE or self.optimizer != ON_DEVICE

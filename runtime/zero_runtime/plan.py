@@ -235,8 +235,9 @@ class Plan:
 
     def opening(self) -> list[tuple[int, torch.dtype]]:
         """Gathers (bucket, dtype) that start before anything is waited for: they may start before the graph."""
-        first = itertools.takewhile(lambda s: s.kind is StepKind.ALL_GATHER_START, self.steps)
-        return [(step.bucket, dtype_of(step.dtype)) for step in first]
+        first = itertools.takewhile(lambda s: s.kind in _STARTS, self.steps)
+        gathers = [step for step in first if step.kind is StepKind.ALL_GATHER_START]
+        return [(step.bucket, dtype_of(step.dtype)) for step in gathers]
 
     def outline(self) -> list[str]:
         """The collectives of each channel in order, a line each: equal on ranks that may run together.
@@ -270,6 +271,9 @@ class Plan:
         """
         return _ADAPTER.validate_json(text)
 
+
+#: Steps that bring parameters and wait for nothing.
+_STARTS = (StepKind.ALL_GATHER_START, StepKind.FETCH_START, StepKind.READ_START)
 
 _ADAPTER = TypeAdapter(Plan)
 
