@@ -1,0 +1,77 @@
+"""Whole processes with state on NVMe: one that is killed in a step, and two that want one folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
+options = {"offload_param": nvme, "offload_optimizer": nvme, "bucket_bytes": 1 << 14}
+compiled = torch.compile(model, backend="zero3", options=options)
+for step in range(int(sys.argv[2])):
+    loss = compiled(torch.ones(4, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step < 3:
+        print(loss.item(), flush=True)
+"""
+
+
+def start(folder: Path, steps: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_run_killed_in_a_step_leaves_nothing_that_the_next_one_trips_over(tmp_path: Path) -> None:
+    killed = start(tmp_path, 1 << 30)
+    assert killed.stdout is not None
+    losses = [killed.stdout.readline() for _ in range(3)]
+    time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(60)
+    assert list(tmp_path.iterdir())  # what the killed run could not delete
+    output, errors = start(tmp_path, 3).communicate(timeout=120)
+    assert output.splitlines() == [line.strip() for line in losses], errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_in_one_folder_is_told_so(tmp_path: Path) -> None:
+    first = start(tmp_path, 1 << 30)
+    try:
+        assert first.stdout is not None
+        first.stdout.readline()
+        second = start(tmp_path, 1)
+        _, errors = second.communicate(timeout=120)
+    finally:
+        first.kill()
+        first.wait(60)
+    assert second.returncode != 0
+    assert str(tmp_path) in errors
+    assert "zero0-rank0.swap" in errors
+
+
+@pytest.mark.parametrize("gone", ["missing", "file"])
+def test_a_folder_that_is_none_is_an_error_that_says_which(tmp_path: Path, gone: str) -> None:
+    folder = tmp_path / gone
+    if gone == "file":
+        folder.write_text("")
+    run = start(folder, 1)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert str(folder) in errors
