@@ -241,6 +241,23 @@ def test_gradients_accumulate_over_backwards(tmp_path):
     assert_same(train(off(tmp_path, "cpu", "nvme")), train(off(tmp_path)))
 
 
+def test_reductions_that_are_put_off_reach_the_host(tmp_path):
+    def train(options: dict[str, Any]) -> Trained:
+        run = Trained(options).run(0)
+        for step in (2, 4):
+            with zero_compile.no_sync(run.model):
+                run.forward(step).backward()
+            run.forward(step + 1).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run.run(9)
+
+    plain = train(off(tmp_path))
+    options = off(tmp_path, "nvme", "nvme")
+    assert_same(train(options), plain)
+    assert_same(train({**options, "update_in_backward": True}), plain)
+
+
 def test_eager_code_reads_and_writes_parameters_on_nvme(tmp_path):
     run = Trained(off(tmp_path, "nvme", "nvme")).run(0)
     with torch.no_grad():
@@ -341,6 +358,22 @@ def test_max_in_cpu_keeps_that_many_elements_on_the_host(tmp_path):
     session = Trained(options).run(0).session
     on_host = sum(b.plan.chunk for b in session.buckets if b.plan.residence.parameters is Tier.HOST)
     assert 0 < on_host <= 2000
+
+
+def test_budgets_alone_decide_what_leaves_the_device(tmp_path):
+    options = {
+        "bucket_bytes": 1 << 10,
+        "device_memory": 40_000,
+        "host_memory": 8_000,
+        "nvme_path": str(tmp_path),
+    }
+    run = Trained(options).run()
+    homes = {bucket.plan.residence.optimizer for bucket in run.session.buckets}
+    assert homes >= {Tier.HOST, Tier.NVME}
+    report = zero_compile.memory_report(run.model, run.optimizer)
+    assert report.parameters + report.optimizer <= 40_000
+    assert report.nvme > 0
+    assert_same(run, Trained(off(tmp_path)).run())
 
 
 # ------------------------------------------------------------------------------ loss scaling

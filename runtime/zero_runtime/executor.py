@@ -173,6 +173,8 @@ class Executor:
     def evict(self, bucket: int, reduced: torch.Tensor) -> torch.Tensor:
         """Move a reduced gradient of the bucket to the host; it is there when the graph has run."""
         self._advance(StepKind.EVICT, bucket)
+        if not self.session.synchronise:  # nothing was reduced: no_sync keeps gradients whole
+            return self.session.depot.host(reduced.numel(), reduced.dtype)
         moving = self._buckets[bucket].evict(reduced)
         if self.session.updates.take(self._buckets[bucket], self._reduced[bucket], moving):
             return husk(moving.tensor)
