@@ -1,23 +1,27 @@
 """Read the plan off a scheduled graph."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.fx_graph import bucket_number, calls, reloads, saved_number
 from zero_compile.planner.decide import GraphSchedule
 from zero_compile.tiers import gathered_in_place, is_fetched, shard_bytes
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
 from zero_runtime.plan import (
+    OF_SAVED,
     BucketPlan,
     Channel,
     Phase,
     Plan,
     Policy,
+    Saved,
     Stage,
     Step,
     StepKind,
+    Tier,
     dtype_name,
     dtype_of,
 )
@@ -34,6 +38,11 @@ _KINDS = {
     ops.read_start: (StepKind.READ_START, Channel.NVME_READ),
     ops.fetch_start: (StepKind.FETCH_START, Channel.HOST_TO_DEVICE),
     ops.evict: (StepKind.EVICT, Channel.DEVICE_TO_HOST),
+    ops.offload_start: (StepKind.OFFLOAD_START, Channel.DEVICE_TO_HOST),
+    ops.offload_wait: (StepKind.OFFLOAD_WAIT, Channel.DEVICE_TO_HOST),
+    ops.recall_start: (StepKind.RECALL_START, Channel.NVME_READ),
+    ops.reload_start: (StepKind.RELOAD_START, Channel.HOST_TO_DEVICE),
+    ops.reload_wait: (StepKind.RELOAD_WAIT, Channel.HOST_TO_DEVICE),
 }
 
 #: Steps that move one rank's shard between tiers.
@@ -60,6 +69,7 @@ def emit_plan(
     ledger.arrived = {waits[number].all_input_nodes[0] for number in schedule.carried_in}
     for number in schedule.fetched:
         ledger.fetch(bucket_number(waits[number]))
+    saved = _saved(gm.graph)
     steps: list[Step] = []
     for node in gm.graph.nodes:
         ledger.last_reader.update(dict.fromkeys(_gradients(node), node))
@@ -67,9 +77,29 @@ def emit_plan(
         if node in ledger.last_reader:
             ledger.gradients += _nbytes(node)
         if node.target in _KINDS:
-            steps.append(_step(len(steps), node, ledger))
+            steps.append(_step(len(steps), node, ledger, saved))
     kept, early = tuple(sorted(schedule.kept)), tuple(e.bucket for e in schedule.early)
-    return Plan(name, phase, world_size, policy, tuple(buckets), tuple(steps), kept, early)
+    away = tuple(saved[number] for number in sorted(saved))
+    return Plan(name, phase, world_size, policy, tuple(buckets), tuple(steps), kept, early, away)
+
+
+def _saved(graph: Graph) -> dict[int, Saved]:
+    """What a forward sends off the device, or a backward brings back, by number."""
+    found = {}
+    for start in calls(graph, ops.offload_start):
+        leaving, nvme = start.args[0], bool(start.args[4])
+        value = leaving.meta["val"]  # type: ignore[union-attr]
+        found[saved_number(start)] = _saved_as(leaving, value.numel(), value.dtype, nvme)
+    for number, (start, wait) in reloads(graph).items():
+        away = start.all_input_nodes[0]
+        nvme = any(user.target is ops.recall_start for user in away.users)
+        numel, dtype = wait.args[2], wait.args[3]
+        found[number] = _saved_as(away, numel, dtype, nvme)
+    return found
+
+
+def _saved_as(node: Any, numel: Any, dtype: Any, nvme: bool) -> Saved:
+    return Saved(node.name, int(numel), dtype_name(dtype), Tier.NVME if nvme else Tier.HOST)
 
 
 class _Ledger:
@@ -139,8 +169,12 @@ class _Ledger:
         return bucket.reducing_bytes(dtype_of(dtype))
 
 
-def _step(position: int, node: Node, ledger: _Ledger) -> Step:
+def _step(position: int, node: Node, ledger: _Ledger, saved: Mapping[int, Saved]) -> Step:
     kind, channel = _KINDS[node.target]  # type: ignore[index]
+    if kind in OF_SAVED:
+        number, held = saved_number(node), (ledger.gathered, ledger.reducing, ledger.gradients)
+        moved, dtype = saved[number].bytes, saved[number].dtype
+        return Step(position, kind, number, dtype, moved, channel, _before(node), *held)
     number = bucket_number(node)
     bucket = ledger.buckets[number]
     dtype = _dtype(node, kind, bucket)

@@ -30,6 +30,21 @@ def bucket_number(node: Node) -> int:
     return number
 
 
+def saved_number(node: Node) -> int:
+    """Which saved tensor a node of the schedule moves."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    number = node.args[names.index("number")]
+    assert isinstance(number, int)
+    return number
+
+
+def reloads(graph: Graph) -> dict[int, tuple[Node, Node]]:
+    """By saved tensor, where it sets out for the device and where it is waited for."""
+    starts = {saved_number(start): start for start in calls(graph, ops.reload_start)}
+    waits = {saved_number(wait): wait for wait in calls(graph, ops.reload_wait)}
+    return {number: (start, waits[number]) for number, start in starts.items() if number in waits}
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """Each node's place in execution order."""
     return {node: place for place, node in enumerate(graph.nodes)}

@@ -13,12 +13,14 @@ from zero_compile.emit_plan import emit_plan
 from zero_compile.fx_graph import calls, output_node, parameter_number
 from zero_compile.options import Options
 from zero_compile.planner import hardware as profiles
+from zero_compile.planner.activations import plan_activations
 from zero_compile.planner.budget import Held, Resident, left_over, resident
 from zero_compile.planner.costs import saturating_bytes
 from zero_compile.planner.decide import GraphSchedule, Limits, plan_graph, plan_step
 from zero_compile.planner.hardware import Hardware
 from zero_compile.planner.pose import Posed, pose
 from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
+from zero_compile.planner.saved import Wanted, candidates
 from zero_runtime import ops
 from zero_runtime.entry import Entry
 from zero_runtime.gradient import Place
@@ -59,11 +61,28 @@ class Lowering:
         """The two halves of a joint graph, in place: bucketed, and scheduled as one step."""
         for gm, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             self._bucket(gm, phase)
+        if self._options.offload_activations.device != "none":
+            self._offload(forward, backward)
         if self._planned:
             both = plan_step(self._posed(forward), self._posed(backward), self._limits)
             self._schedules[Phase.FORWARD], self._schedules[Phase.BACKWARD] = both
         for gm, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             self._schedule(gm, phase)
+
+    def _offload(self, forward: GraphModule, backward: GraphModule) -> None:
+        capture, section = self._capture, self._options.offload_activations
+        found = candidates(
+            forward.graph,
+            backward.graph,
+            capture.bucket_plans,
+            capture.session.policy,
+            self._hardware,
+            Wanted(section.tier, section.min_bytes),
+        )
+        halves = self._posed(forward), self._posed(backward)
+        moves = plan_activations(*halves, self._limits, section.tier, found)
+        for gm, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
+            self._run(pipeline.activations(phase, moves), gm, str(phase))
 
     def graph(self, gm: GraphModule, phase: Phase) -> Lowered:
         """A graph that is about to be compiled; lowered here if it never was half of a step."""

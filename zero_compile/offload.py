@@ -1,4 +1,4 @@
-"""DeepSpeed's sections ``offload_param`` and ``offload_optimizer``, and what else says where state lives."""
+"""DeepSpeed's sections ``offload_param`` and ``offload_optimizer``, and what else says what leaves the device."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,12 +19,12 @@ _COUNTS = ("buffer_size", "max_in_cpu")
 
 
 class Section(BaseModel):
-    """What both sections have in common."""
+    """What all sections have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where the state lives between its uses."""
+    """Where the section's subject is between its uses."""
 
     nvme_path: str | tuple[str, ...] | list[str] | None = None
     """A folder, or several that share every tensor, for ``"nvme"``; each rank needs one on a local disk."""
@@ -100,6 +100,18 @@ class OffloadOptimizer(Section):
         return value
 
 
+class OffloadActivations(Section):
+    """Where tensors that forward saves for backward are in between."""
+
+    min_bytes: int = Field(default=1 << 20, ge=0)
+    """Smaller ones stay."""
+
+    @field_validator("min_bytes", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def folders_of(path: Any) -> tuple[str, ...]:
     """``nvme_path`` as a tuple of folders."""
     return (path,) if isinstance(path, str) else tuple(path or ())
@@ -116,7 +128,7 @@ def check_offload(options: "Options", stage: Stage) -> None:
             f'offload_param needs backend="zero3": at stage {int(stage)} parameters stay whole on every '
             "device. Use zero3, or leave offload_param out."
         )
-    for name in ("offload_param", "offload_optimizer"):
+    for name in ("offload_param", "offload_optimizer", "offload_activations"):
         section: Section = getattr(options, name)
         if section.device == "nvme" and not folders_for(options):
             raise OptionError(
@@ -146,6 +158,7 @@ def folders_for(options: "Options") -> tuple[str, ...]:
     named = (
         *options.offload_optimizer.folders,
         *options.offload_param.folders,
+        *options.offload_activations.folders,
         *folders_of(options.nvme_path),
     )
     return tuple(dict.fromkeys(named))
@@ -161,6 +174,7 @@ def offload_of(
     """
     check_offload(options, policy.stage)
     parameters, optimizer = options.offload_param, options.offload_optimizer
+    pinned = (s.pin_memory for s in (parameters, optimizer, options.offload_activations))
     folders = folders_for(options)
     wish = Wish(parameters.tier, optimizer.tier, optimizer.ratio, parameters.max_in_cpu)
     budgets = Budgets(options.device_memory, options.host_memory, bool(folders), _budgeted(options))
@@ -172,7 +186,7 @@ def offload_of(
         placed.nvme_bytes,
         parameters.buffer_count,
         optimizer.buffer_count,
-        parameters.pin_memory and optimizer.pin_memory,
+        all(pinned),
         bool(options.update_in_backward),
         options.aio,
     )

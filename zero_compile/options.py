@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_compile.deepspeed.convert import expanded
 from zero_compile.layout import LayoutPolicy
-from zero_compile.offload import OffloadOptimizer, OffloadParam
+from zero_compile.offload import OffloadActivations, OffloadOptimizer, OffloadParam
 from zero_compile.planner.budget import parse_bytes
 from zero_compile.precision import precision_section
 from zero_runtime.errors import OptionError
@@ -123,6 +123,10 @@ class Options(BaseModel):
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     """Where optimizer state lives; the optimizer then steps on the host."""
 
+    offload_activations: OffloadActivations = OffloadActivations()
+    """Where what forward saves for backward is in between: as much of it as moves unnoticed, or with
+    ``device_memory`` as much as has to. True: ``{"device": "cpu"}``."""
+
     host_memory: int | None = Field(default=None, gt=0)
     """Bytes (or as in ``"64GiB"``) of host memory that one rank may use. With ``device_memory``, and no
     section that says otherwise, state that the device has no room for goes there, and then to NVMe.
@@ -152,6 +156,11 @@ class Options(BaseModel):
         return (
             precision_section(str(info.field_name), value) if isinstance(value, Mapping) else value
         )
+
+    @field_validator("offload_activations", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
 
     @field_validator("aio", mode="before")
     @classmethod

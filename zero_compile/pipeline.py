@@ -10,17 +10,20 @@ from zero_compile.passes.bucket_reductions import bucket_reductions
 from zero_compile.passes.evict_gradients import evict_gradients
 from zero_compile.passes.insert_fetches import insert_fetches
 from zero_compile.passes.insert_gathers import insert_gathers
+from zero_compile.passes.offload_activations import offload_activations
 from zero_compile.passes.read_whole_parameters import read_whole_parameters
 from zero_compile.passes.regather_in_backward import regather_in_backward
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
+from zero_compile.passes.reload_activations import reload_activations
 from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_compile.passes.schedule_planned import schedule_planned
 from zero_compile.passes.sink_casts import sink_casts
 from zero_compile.passes.split_distant_uses import split_distant_uses
+from zero_compile.planner.activations import Move
 from zero_compile.planner.decide import GraphSchedule
 from zero_compile.planner.problem import STAGING_SLOTS
-from zero_compile.verify import verify_bucketed, verify_captured, verify_scheduled
-from zero_runtime.plan import BucketPlan, Stage
+from zero_compile.verify import verify_bucketed, verify_captured, verify_moved, verify_scheduled
+from zero_runtime.plan import BucketPlan, Phase, Stage
 
 Pass = Callable[[GraphModule], GraphModule]
 Check = Callable[[GraphModule], None]
@@ -63,6 +66,12 @@ def bucket(
         partial(verify_bucketed, buckets=buckets),
         partial(split_distant_uses, buckets=buckets, distance=reuse_distance),
     ]
+
+
+def activations(phase: Phase, moves: Sequence[Move]) -> list[Pass | Check]:
+    """The two halves of a step, bucketed: saved tensors are off the device in between."""
+    move = offload_activations if phase is Phase.FORWARD else reload_activations
+    return [partial(move, moves=moves), verify_moved]
 
 
 def schedule(

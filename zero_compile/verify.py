@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence, Set
 
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, is_view, output_node, positions, readers
+from zero_compile.fx_graph import (
+    bucket_number,
+    calls,
+    is_view,
+    output_node,
+    positions,
+    readers,
+    reloads,
+    saved_number,
+)
 from zero_runtime import ops
 from zero_runtime.errors import PlanError
 from zero_runtime.plan import BucketPlan
@@ -75,6 +84,37 @@ def verify_scheduled(
         )
         others = [user.name for user in wait.users if user is not evict]
         _require(not others, f"{others} read {wait.name}, which is evicted")
+    _one_channel(gm)
+
+
+def verify_moved(gm: GraphModule) -> None:
+    """Saved tensors leave after they are made, and once each; nothing reads one once its memory is free.
+
+    Those that come back are waited for once, and read from nowhere else.
+    """
+    order, output = positions(gm.graph), output_node(gm.graph)
+    for start in calls(gm.graph, ops.offload_start):
+        saved = start.all_input_nodes[0]
+        waits = [u for u in saved.users if u.target is ops.offload_wait]
+        _require(len(waits) == 1, f"{saved.name} is waited for {len(waits)} times on its way out")
+        _require(order[start] < order[waits[0]], f"{waits[0].name} stands before {start.name}")
+        base = saved
+        while is_view(base):
+            base = base.all_input_nodes[0]
+        late = [r.name for r in readers(base) if order[r] > order[waits[0]]]
+        _require(not late, f"{late} read {saved.name} after its memory is free")
+        _require(output in start.users, f"backward does not get what {start.name} returns")
+    pairs = reloads(gm.graph)
+    for target in (ops.reload_start, ops.reload_wait):
+        numbers = [saved_number(node) for node in calls(gm.graph, target)]
+        _require(sorted(numbers) == sorted(pairs), f"{target} moves {numbers}, not {sorted(pairs)}")
+    for start, wait in pairs.values():
+        away = start.all_input_nodes[0]
+        _require(order[start] < order[wait], f"{wait.name} stands before {start.name}")
+        others = [
+            u.name for u in away.users if u.target not in (ops.reload_start, ops.recall_start)
+        ]
+        _require(not others, f"{others} read {away.name}, which is off the device")
     _one_channel(gm)
 
 

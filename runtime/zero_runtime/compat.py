@@ -223,6 +223,11 @@ def shares_storage(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and this handle
 
 
+def packs_saved_tensors() -> bool:
+    """Whether code of the user's packs what autograd saves now (``saved_tensors_hooks``)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """What tells one piece of memory from another; 0 where a tensor has none of its own."""
     try:

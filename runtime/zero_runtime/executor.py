@@ -8,12 +8,13 @@ import torch
 
 from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight
-from zero_runtime.buffers import husk
+from zero_runtime.buffers import husk, in_memory_order
 from zero_runtime.collectives import Done
 from zero_runtime.depot import Moving
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place, SpentGradient
-from zero_runtime.plan import Phase, Plan, Slot, StepKind
+from zero_runtime.plan import OF_SAVED, Phase, Plan, Slot, StepKind
+from zero_runtime.saved import Crossing
 from zero_runtime.session import Session
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
@@ -63,6 +64,7 @@ class Executor:
         self._gathered = 0
         self._reduced: dict[int, list[Slot]] = {}
         self._evicting: list[Moving] = []
+        self._crossing = Crossing(session.saved, plan)
         self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
         self._digest = digest_of(self._outline)
         self._opening = [(self._buckets[b], dtype) for b, dtype in plan.opening()]
@@ -181,6 +183,46 @@ class Executor:
         self._evicting.append(moving)
         return moving.tensor
 
+    # -------------------------------------------------------------- saved tensors
+
+    def start_offload(
+        self, number: int, saved: torch.Tensor, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Start moving a saved tensor off the device; what autograd is to hold in its place.
+
+        The copy lies in the memory order of ``stride``, which is what backward expects.
+        """
+        self._advance(StepKind.OFFLOAD_START, number)
+        flat = in_memory_order(saved, stride)
+        away = self._crossing.start_offload(number, flat, saved.data_ptr())
+        self.session.observer.started(StepKind.OFFLOAD_START, number, 0)
+        return away
+
+    def finish_offload(self, number: int, saved: torch.Tensor) -> None:
+        """The saved tensor's memory is no longer needed; it returns when the graph drops it, which is next."""
+        self._advance(StepKind.OFFLOAD_WAIT, number)
+        self.session.observer.waits()
+        self._crossing.finish_offload(number, saved.data_ptr())
+        self.session.observer.arrived(StepKind.OFFLOAD_START, number)
+
+    def start_recall(self, number: int, away: torch.Tensor) -> None:
+        """Start reading a saved tensor from NVMe to the host."""
+        self._advance(StepKind.RECALL_START, number)
+        self._crossing.start_recall(number, away)
+
+    def start_reload(self, number: int, away: torch.Tensor, device: torch.device) -> None:
+        """Start moving a saved tensor from the host to the device."""
+        self._advance(StepKind.RELOAD_START, number)
+        self._crossing.start_reload(number, away, device)
+        self.session.observer.started(StepKind.RELOAD_START, number, 0)
+
+    def finish_reload(self, number: int) -> torch.Tensor:
+        """The saved tensor, flat, once it has arrived."""
+        self.session.observer.waits()
+        saved = self._crossing.finish_reload(number)
+        self.session.observer.arrived(StepKind.RELOAD_START, number)
+        return saved
+
     # -------------------------------------------------------------- order
 
     def _advance(self, kind: StepKind, bucket: int) -> None:
@@ -208,6 +250,7 @@ class Executor:
         for moving in self._evicting:
             moving.land()
         self._evicting.clear()
+        self._crossing.finish()
         for bucket in self.plan.early:
             flight = self._flights.pop((StepKind.ALL_GATHER_START, bucket), None)
             if flight is not None:
@@ -224,6 +267,7 @@ class Executor:
     def _abandon(self) -> None:
         """After a failure, keep what is in flight alive: its memory may still be written to."""
         self.session.abandoned.extend(self._flights.values())
+        self.session.abandoned.extend(self._crossing.abandon())
         self._flights.clear()
         self._evicting.clear()
 
@@ -241,10 +285,11 @@ class Executor:
         return self.session.reduced_gradient(place, reduced)
 
 
-#: Each wait and the start it waits for.
+#: Each wait that may change places with others, and the start it waits for.
 _WAITS = {
     StepKind.ALL_GATHER_WAIT: StepKind.ALL_GATHER_START,
     StepKind.REDUCE_SCATTER_WAIT: StepKind.REDUCE_SCATTER_START,
+    StepKind.RELOAD_WAIT: StepKind.RELOAD_START,
 }
 
 
@@ -254,4 +299,7 @@ def _name(bucket: Bucket) -> str:
 
 
 def _say(step: tuple[StepKind, int] | None) -> str:
-    return f"{step[0]} of bucket {step[1]}" if step else "the end"
+    if step is None:
+        return "the end"
+    kind, number = step
+    return f"{kind} of {'saved tensor' if kind in OF_SAVED else 'bucket'} {number}"

@@ -4,9 +4,11 @@ Two are logical and exist only between capture and lowering (``gather``, ``reduc
 are the schedule's nodes and call the running graph's executor. How their order is pinned: every
 starting or releasing operator *mutates* the graph's channel tensor and every wait *reads* it, so
 any compiler that respects mutation keeps them in sequence; ``release`` also mutates the gathered
-buffer, so every reader comes before it. ``all_gather_wait`` returns a view of its ticket: a
-compiler that tracks aliases then never reuses the gathered memory for something else, and drops
-it right after the release.
+buffer, and ``offload_wait`` the saved tensor, so every reader comes before it. ``all_gather_wait``
+returns a view of its ticket: a compiler that tracks aliases then never reuses the gathered memory
+for something else, and drops it right after the release. What ``reload_wait`` returns is the
+graph's own, like any other result; it has no ticket, because Inductor takes results of operators
+that read memory of the host for badly aligned, and those that read such results too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from zero_runtime import executor
+from zero_runtime.saved import HANDLE_BYTES
 
 _LIBRARY = torch.library.Library("zero3", "DEF")
 _LIBRARY.define("gather(Tensor parameter, int index, ScalarType? dtype=None) -> Tensor")
@@ -32,6 +35,19 @@ _LIBRARY.define("read_start(Tensor(a!) channel, int bucket) -> ()")
 _LIBRARY.define("fetch_start(Tensor(a!) channel, int bucket) -> ()")
 _LIBRARY.define("evict(Tensor reduced, Tensor(a!) channel, int bucket) -> Tensor")
 _LIBRARY.define("keep(Tensor gathered) -> Tensor")
+_LIBRARY.define(
+    "offload_start(Tensor saved, Tensor(a!) channel, int number, int[] stride, bool nvme) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIBRARY.define(
+    "offload_wait(Tensor(a!) saved, Tensor(b!) channel, int number) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIBRARY.define("recall_start(Tensor away, Tensor(a!) channel, int number) -> ()")
+_LIBRARY.define("reload_start(Tensor away, Tensor(a!) channel, int number, Device device) -> ()")
+_LIBRARY.define(
+    "reload_wait(Tensor channel, int number, int numel, ScalarType dtype, Device device) -> Tensor"
+)
 _LIBRARY.define(
     "reduce_scatter_start(Tensor[] gradients, Tensor(a!) channel, int bucket, int[] slots) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
@@ -51,6 +67,11 @@ read_start = torch.ops.zero3.read_start.default
 fetch_start = torch.ops.zero3.fetch_start.default
 evict = torch.ops.zero3.evict.default
 keep = torch.ops.zero3.keep.default
+offload_start = torch.ops.zero3.offload_start.default
+offload_wait = torch.ops.zero3.offload_wait.default
+recall_start = torch.ops.zero3.recall_start.default
+reload_start = torch.ops.zero3.reload_start.default
+reload_wait = torch.ops.zero3.reload_wait.default
 reduce_scatter_start = torch.ops.zero3.reduce_scatter_start.default
 reduce_scatter_wait = torch.ops.zero3.reduce_scatter_wait.default
 
@@ -64,6 +85,11 @@ SCHEDULED = (
     read_start,
     fetch_start,
     evict,
+    offload_start,
+    offload_wait,
+    recall_start,
+    reload_start,
+    reload_wait,
 )
 
 
@@ -111,6 +137,32 @@ def _keep(gathered: torch.Tensor) -> torch.Tensor:
     return gathered.clone(memory_format=torch.preserve_format)
 
 
+def _offload_start(
+    saved: torch.Tensor, channel: torch.Tensor, number: int, stride: Sequence[int], nvme: bool
+) -> torch.Tensor:
+    return executor.current().start_offload(number, saved, tuple(stride))
+
+
+def _offload_wait(saved: torch.Tensor, channel: torch.Tensor, number: int) -> None:
+    executor.current().finish_offload(number, saved)
+
+
+def _recall_start(away: torch.Tensor, channel: torch.Tensor, number: int) -> None:
+    executor.current().start_recall(number, away)
+
+
+def _reload_start(
+    away: torch.Tensor, channel: torch.Tensor, number: int, device: torch.device
+) -> None:
+    executor.current().start_reload(number, away, device)
+
+
+def _reload_wait(
+    channel: torch.Tensor, number: int, numel: int, dtype: Any, device: Any
+) -> torch.Tensor:
+    return executor.current().finish_reload(number)
+
+
 def _reduce_scatter_start(
     gradients: Sequence[torch.Tensor], channel: torch.Tensor, bucket: int, slots: Sequence[int]
 ) -> torch.Tensor:
@@ -133,6 +185,11 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "fetch_start": _fetch_start,
     "evict": _evict,
     "keep": _keep,
+    "offload_start": _offload_start,
+    "offload_wait": _offload_wait,
+    "recall_start": _recall_start,
+    "reload_start": _reload_start,
+    "reload_wait": _reload_wait,
     "reduce_scatter_start": _reduce_scatter_start,
     "reduce_scatter_wait": _reduce_scatter_wait,
 }
@@ -185,6 +242,32 @@ def _fake_keep(gathered: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gathered)
 
 
+def _fake_offload_start(
+    saved: torch.Tensor, channel: torch.Tensor, number: int, stride: Sequence[int], nvme: bool
+) -> torch.Tensor:
+    if nvme:
+        return torch.empty(HANDLE_BYTES, dtype=torch.uint8)
+    return torch.empty(saved.numel(), dtype=saved.dtype)
+
+
+def _fake_offload_wait(saved: torch.Tensor, channel: torch.Tensor, number: int) -> None:
+    pass
+
+
+def _fake_recall_start(away: torch.Tensor, channel: torch.Tensor, number: int) -> None:
+    pass
+
+
+def _fake_reload_start(
+    away: torch.Tensor, channel: torch.Tensor, number: int, device: torch.device
+) -> None:
+    pass
+
+
+def _fake_reload_wait(channel: Any, number: int, numel: int, dtype: Any, device: Any) -> Any:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def _fake_reduce_scatter_start(
     gradients: Any, channel: Any, bucket: int, slots: Any
 ) -> torch.Tensor:
@@ -208,6 +291,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "fetch_start": _fake_start,
     "evict": _fake_evict,
     "keep": _fake_keep,
+    "offload_start": _fake_offload_start,
+    "offload_wait": _fake_offload_wait,
+    "recall_start": _fake_recall_start,
+    "reload_start": _fake_reload_start,
+    "reload_wait": _fake_reload_wait,
     "reduce_scatter_start": _fake_reduce_scatter_start,
     "reduce_scatter_wait": _fake_reduce_scatter_wait,
 }

@@ -88,6 +88,23 @@ class StepKind(StrEnum):
     READ_START = "read_start"
     FETCH_START = "fetch_start"
     EVICT = "evict"
+    OFFLOAD_START = "offload_start"
+    OFFLOAD_WAIT = "offload_wait"
+    RECALL_START = "recall_start"
+    RELOAD_START = "reload_start"
+    RELOAD_WAIT = "reload_wait"
+
+
+#: Steps that move a saved tensor, and not a bucket.
+OF_SAVED = frozenset(
+    {
+        StepKind.OFFLOAD_START,
+        StepKind.OFFLOAD_WAIT,
+        StepKind.RECALL_START,
+        StepKind.RELOAD_START,
+        StepKind.RELOAD_WAIT,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -176,8 +193,28 @@ class BucketPlan:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """What forward computes, backward reads, and ``tier`` holds in between: ``numel`` elements of ``dtype``."""
+
+    name: str
+    numel: int
+    dtype: str
+    tier: Tier = Tier.HOST
+
+    @property
+    def bytes(self) -> int:
+        """What moves, and what the device does without meanwhile."""
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch knows it."""
+        return dtype_of(self.dtype)
+
+
+@dataclass(frozen=True)
 class Step:
-    """One scheduled operation on ``Plan.buckets[bucket]``.
+    """One scheduled operation on ``Plan.buckets[bucket]``, or for a saved tensor on ``Plan.saved[bucket]``.
 
     The last three fields are bytes held while the step runs: gathered parameters; gradients under
     reduction; whole gradients that wait for it together with the shards it has produced.
@@ -217,6 +254,8 @@ class Plan:
     """Buckets whose gathered memory stays for the graph that follows."""
     early: tuple[int, ...] = ()
     """Buckets whose gather starts here, for the graph that follows."""
+    saved: tuple[Saved, ...] = ()
+    """What a forward sends off the device and its backward brings back, in the order of leaving."""
 
     @property
     def peak_gathered_bytes(self) -> int:

@@ -11,17 +11,19 @@ from typing import Protocol
 
 import torch
 
-from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, Step, StepKind
+from zero_runtime.plan import OF_SAVED, Channel, Phase, Plan, Step, StepKind
 from zero_runtime.timeline import Category, Event, Sample, Source, Timeline
 
 _CHANNELS = {
     StepKind.ALL_GATHER_START: (Channel.ALL_GATHER, Category.GATHERED),
     StepKind.REDUCE_SCATTER_START: (Channel.REDUCE_SCATTER, Category.REDUCING),
+    StepKind.OFFLOAD_START: (Channel.DEVICE_TO_HOST, Category.ACTIVATIONS),
+    StepKind.RELOAD_START: (Channel.HOST_TO_DEVICE, Category.ACTIVATIONS),
 }
 
 
 class Observer(Protocol):
-    """Is told of everything an executor does."""
+    """Is told of what an executor does. Buckets, and saved tensors, go by their number in its plan."""
 
     def begin(self, plan: Plan) -> None:
         """A graph begins."""
@@ -97,9 +99,10 @@ class Recorder:
         """What ran since the last step was compute; the transfer is under way."""
         now = self._computed()
         assert self._plan is not None
-        key = (kind, _key(self._plan.buckets[bucket]))
+        key = (kind, _key(self._plan, kind, bucket))
         self._under_way.setdefault(key, (now, self._plan.phase))
-        self._held[key] = held
+        if kind not in OF_SAVED:
+            self._held[key] = held
         self._sample(now)
 
     def waits(self) -> None:
@@ -109,7 +112,7 @@ class Recorder:
     def arrived(self, start: StepKind, bucket: int) -> None:
         """The time since :meth:`waits` was a stall."""
         assert self._plan is not None
-        now, key = _now(self._plan), (start, _key(self._plan.buckets[bucket]))
+        now, key = _now(self._plan), (start, _key(self._plan, start, bucket))
         waited = now - self._mark
         began, phase = self._under_way.pop(key, (self._mark, self._plan.phase))
         end = now if waited > 50e-6 else max(began, self._mark)
@@ -125,7 +128,8 @@ class Recorder:
         """What ran since the last step was compute; the bucket's memory is free."""
         now = self._computed()
         assert self._plan is not None
-        self._held.pop((StepKind.ALL_GATHER_START, _key(self._plan.buckets[bucket])), None)
+        gathered = StepKind.ALL_GATHER_START
+        self._held.pop((gathered, _key(self._plan, gathered, bucket)), None)
         self._sample(now)
 
     def end(self) -> None:
@@ -153,18 +157,23 @@ class Recorder:
 
     def _transfer(self, step: Step, began: float, end: float, phase: Phase) -> Event:
         assert self._plan is not None
-        slots = self._plan.buckets[step.bucket].slots
-        others = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
+        of_saved = step.kind in OF_SAVED
         return Event(
-            f"{slots[0].name}{others}",
+            self._plan.saved[step.bucket].name if of_saved else self._named(step.bucket),
             _CHANNELS[step.kind][0],
             began - self._origin,
             end - self._origin,
             str(phase),
-            step.bucket,
+            None if of_saved else step.bucket,
             step.bytes,
             node=step.before,
         )
+
+    def _named(self, bucket: int) -> str:
+        assert self._plan is not None
+        slots = self._plan.buckets[bucket].slots
+        others = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
+        return f"{slots[0].name}{others}"
 
     def _sample(self, now: float) -> None:
         held: dict[Category, int] = defaultdict(int)
@@ -173,9 +182,12 @@ class Recorder:
         self._samples.append(Sample(now - self._origin, dict(held)))
 
 
-def _key(bucket: BucketPlan) -> str:
-    """What tells a bucket from the others in every plan of a model: its first parameter."""
-    return bucket.slots[0].name
+def _key(plan: Plan, kind: StepKind, number: int) -> str:
+    """What tells a bucket from the others in every plan of a model: its first parameter.
+
+    A saved tensor is told by its name, within the one graph that moves it.
+    """
+    return plan.saved[number].name if kind in OF_SAVED else plan.buckets[number].slots[0].name
 
 
 def _now(plan: Plan) -> float:

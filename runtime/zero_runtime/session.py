@@ -23,6 +23,7 @@ from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
 from zero_runtime.recorder import Observer, Recorder, Silent
+from zero_runtime.saved import SavedStore
 from zero_runtime.updates import Updates
 
 _STAYS = Offload()
@@ -48,6 +49,8 @@ class Session:
         self.policy = policy
         self.offload = offload
         self.depot = Depot(offload)
+        self.saved = SavedStore(self.depot)
+        """What forwards have sent off the device for their backwards."""
         self._residences = Residences(offload)
         self.updates = Updates(offload.in_backward)
         """Buckets that are updated inside backward."""
@@ -57,7 +60,7 @@ class Session:
         self.buckets: list[Bucket] = []
         self.plans: list[Plan] = []
         self.gathered_peak = 0
-        self.abandoned: list[Flight] = []
+        self.abandoned: list[object] = []
         self.warned: set[tuple[str, int]] = set()
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""

@@ -32,6 +32,16 @@ def channel_of(graph: Graph) -> Node:
         return insert_call(graph, ops.channel)
 
 
+def node_at(graph: Graph, name: str | None) -> Node:
+    """The node that a schedule's name means: "" is the first one behind the channel, None the output."""
+    if name is None:
+        return output_node(graph)
+    if not name:
+        return channel_of(graph).next
+    named: Node = next(node for node in graph.nodes if node.name == name)
+    return named
+
+
 def keep_what_escapes(graph: Graph, memory: Node) -> None:
     """An output that shares memory with a bucket would lose it, or change under it: copy it out."""
     output = output_node(graph)

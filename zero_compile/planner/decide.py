@@ -182,6 +182,14 @@ def join(
     return Joined(_ahead(replace(bound, gathers=tuple(gathers)), limits), tuple(owners))
 
 
+def least_memory(forward: Posed, backward: Posed, limits: Limits) -> list[int]:
+    """Bytes that a step of two graphs holds at each unit, with each bucket there only while it is used.
+
+    Under a limit on everything, what :func:`join` reserves for reductions and for shards counts too.
+    """
+    return _least_held(unfed(_starting(_concatenated(forward, backward), limits)))
+
+
 def split(
     forward: Posed, backward: Posed, joined: Joined, schedule: Schedule
 ) -> tuple[GraphSchedule, GraphSchedule]:

@@ -155,6 +155,10 @@ _OF_THE_SCHEDULE: dict[Any, Kind] = {
     ops.read_start: Kind.SCHEDULE,
     ops.fetch_start: Kind.SCHEDULE,
     ops.evict: Kind.SCHEDULE,
+    ops.offload_start: Kind.SCHEDULE,
+    ops.offload_wait: Kind.SCHEDULE,
+    ops.recall_start: Kind.SCHEDULE,
+    ops.reload_start: Kind.SCHEDULE,
     ops.channel: Kind.SCHEDULE,
 }
 

@@ -23,7 +23,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph
 
-from zero_compile.fx_graph import bucket_number
+from zero_compile.fx_graph import bucket_number, saved_number
 from zero_compile.planner.fusion import Fusion, Index, Kind, copied_inputs, copied_weights, nbytes
 from zero_compile.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime import ops
@@ -219,6 +219,7 @@ class _Builder:
         self._end = len(index.nodes) - 1
         self._values = _by_storage(index, fusion)
         self._copied = copied_inputs(index, fusion.base)
+        self._set_out = _set_out(index)
 
     def storages(self) -> Iterator[Storage]:
         """All of them, in no particular order."""
@@ -250,7 +251,7 @@ class _Builder:
             self._names(place),
             nbytes(self._index.nodes[place]),
             self._category(place),
-            self._fusion.ran_at[place],
+            self._set_out.get(place, self._fusion.ran_at[place]),
             last,
             self._freed(place, last),
             output=output,
@@ -260,10 +261,12 @@ class _Builder:
         return last + (place not in self._fusion.overwritten)
 
     def _input(self, place: int) -> Iterator[Storage]:
-        """A parameter that is only gathered is a husk without memory, and has no storage."""
+        """A parameter that is only gathered is a husk without memory, and has no storage; nor has what
+        is off the device and only brought back.
+        """
         node, users = self._index.nodes[place], self._index.users[place]
-        gathered = all(self._index.nodes[u].target is ops.gather for u in users)
-        if gathered or not isinstance(node.meta.get("val"), torch.Tensor):
+        elsewhere = all(self._index.nodes[u].target in _TAKE_NO_MEMORY for u in users)
+        if elsewhere or not isinstance(node.meta.get("val"), torch.Tensor):
             return
         output = self._fusion.is_output(place)
         last = self._end if output else self._fusion.last_touch[place]
@@ -384,8 +387,22 @@ class _Builder:
         return sorted({self._fusion.ran_at[p] for p in runs if self._fusion.base[p] == p})
 
 
+#: What reads inputs that lie elsewhere, or nowhere.
+_TAKE_NO_MEMORY = {ops.gather, ops.recall_start, ops.reload_start}
+
 #: Nodes that stand for no work of their own.
 _NEVER_RUN = {Kind.INPUT, Kind.VIEW, Kind.ABSORBED, Kind.OUTPUT}
+
+
+def _set_out(index: Index) -> dict[int, int]:
+    """Where tensors that come back to the device get their memory, by where they are waited for."""
+    starts, found = {}, {}
+    for place, node in enumerate(index.nodes):
+        if node.target is ops.reload_start:
+            starts[saved_number(node)] = place
+        elif node.target is ops.reload_wait:
+            found[place] = starts.get(saved_number(node), place)
+    return found
 
 
 def _by_storage(index: Index, fusion: Fusion) -> dict[int, list[int]]:
