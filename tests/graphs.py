@@ -286,7 +286,8 @@ def laid_out(
         for bucket, group in enumerate(groups)
         for slot, use in enumerate(group)
     }
-    return [plan_bucket(group, world_size, residence) for group in groups], places
+    plans = [plan_bucket(group, world_size) for group in groups]
+    return [replace(plan, residence=residence) for plan in plans], places
 
 
 def _use(gather: Node) -> Use:

@@ -42,10 +42,31 @@ def test_an_equal_model_of_another_session_finds_its_code(tmp_path, place):
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
 
 
+def gradients(retained: bool) -> list[torch.Tensor]:
+    """Of one backward, or of two on one forward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    options = {"inductor": {"fx_graph_cache": True}}
+    loss = torch.compile(model, backend="zero3", options=options)(torch.ones(3, 6)).square().mean()
+    if retained:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_code_that_overwrites_saved_tensors_is_not_used_where_they_are_kept():
+    once = gradients(retained=False)
+    for one, two in zip(once, gradients(retained=True), strict=True):
+        torch.testing.assert_close(two, 2 * one)
+
+
 def test_the_partitioner_stands_in_keys_by_its_name():
     class Held:
         class session:  # noqa: N801
             stage = 3
+
+        donated = (0, 2)
 
         def __reduce__(self) -> str:
             raise TypeError("what a session holds is live")

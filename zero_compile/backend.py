@@ -95,8 +95,13 @@ class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """Names this partitioner in Inductor's cache keys; the graphs themselves hold the rest."""
-        return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}"
+        """Names this partitioner in Inductor's cache keys; the graphs themselves hold the rest.
+
+        But for one thing: code that may overwrite saved tensors is not the code of a backward that
+        keeps them, and Inductor's keys do not tell the two apart.
+        """
+        donated = ",".join(map(str, self._lowering.donated))
+        return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}.{donated}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         self._lowering.joint(gm)
@@ -116,6 +121,7 @@ class GraphCompiler:
         capture = self._capture
         lowered = self._lowering.graph(gm, phase_of(kwargs))
         capture.session.plans.append(lowered.plan)
+        self._lowering.donated = compat.donated_inputs()
         run = self.compile(lowered, example_inputs, compat.without_cudagraphs(kwargs))
         return Executor(capture.session, lowered.plan, capture.buckets, run, lowered.gradients)
 

@@ -49,6 +49,8 @@ class Lowering:
         self.graphs: dict[Phase, GraphModule] = {}
         """The lowered graphs."""
         self.plans: dict[Phase, Plan] = {}
+        self.donated: tuple[int, ...] = ()
+        """Inputs that the code of the graph compiled last may overwrite."""
         self._schedules: dict[Phase, GraphSchedule] = {}
         self._gradients: dict[Phase, dict[int, Place]] = {}
 

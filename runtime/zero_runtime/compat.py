@@ -19,7 +19,7 @@ from torch._guards import CompileContext, TracingContext
 from torch._inductor import compile_fx as inductor
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, get_donated_idxs
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -269,3 +269,11 @@ def _callback_of(function: Any) -> Any:
 
 def _compiler_of(callback: Any) -> Any:
     return getattr(innermost_backend(callback), "compiler_fn", None)
+
+
+def donated_inputs() -> tuple[int, ...]:
+    """Which inputs of the backward graph that is being compiled its code may overwrite.
+
+    Saved tensors, unless the backward that compiles it keeps them (``retain_graph``).
+    """
+    return tuple(get_donated_idxs() or ())
