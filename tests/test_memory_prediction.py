@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from graphs import copy_of
+from peaks import peak_of
 from torch import nn
 from torch.fx import GraphModule
-from torch.profiler import ProfilerActivity, profile
 from zoo_plain import ConvNet
 
 import zero_compile
@@ -157,19 +157,6 @@ def _hold_until_the_wait(_: Any, packed: torch.Tensor, shard: torch.Tensor) -> A
     return collectives._PeerReduction(packed=packed, received=received, shard=shard)
 
 
-def _peak_of(step: Callable[[], None]) -> int:
-    """The most bytes that the step has allocated and not freed."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda c: c[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
 class Found(NamedTuple):
     """Bytes at the peak of a step, and the step's predicted liveness."""
 
@@ -199,7 +186,7 @@ def _run(case: Case, monkeypatch: pytest.MonkeyPatch) -> Found:
         allocations.everything = everything
         step()  # compile, or let go of what was allocated elsewhere
         case.model.zero_grad()
-        peaks.append(_peak_of(step))
+        peaks.append(peak_of(step))
         case.model.zero_grad()
     plans = zero_compile.plans(case.model)
     forward, backward = (

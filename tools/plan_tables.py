@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from zero_runtime.plan import BucketPlan, Plan, Residence, Step, StepKind
+from zero_runtime.plan import OF_SAVED, BucketPlan, Plan, Residence, Step, StepKind
 
 
 def buckets_table(plan: Plan) -> Table:
@@ -40,7 +40,7 @@ def steps_table(plan: Plan) -> Table:
         table.add_row(
             str(step.position),
             step.kind,
-            str(step.bucket),
+            plan.saved[step.bucket].name if step.kind in OF_SAVED else str(step.bucket),
             moves,
             step.before,
             *map(megabytes, held),

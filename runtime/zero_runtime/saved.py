@@ -15,11 +15,18 @@ import torch
 from zero_runtime import compat
 from zero_runtime.collectives import Transfer
 from zero_runtime.depot import Depot, Moving
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import PlanError, UnsupportedError
 from zero_runtime.plan import Plan, Saved, Tier
 
 #: A handle is a flat uint8 tensor of so many bytes: the extent's number, little end first.
 HANDLE_BYTES = 8
+
+
+_PACKED = (
+    "torch.autograd.graph.saved_tensors_hooks, or torch.utils.checkpoint around a compiled module, "
+    "would pack handles of tensors on NVMe, which do not survive without their memory: use "
+    "offload_activations with device 'cpu', or call the model outside of it"
+)
 
 
 class _Memory(bytearray):
@@ -173,12 +180,15 @@ class Crossing:
 
         Raises:
             PlanError: something is under way.
+            UnsupportedError: the user's code packs saved tensors, and would get handles.
         """
         late = [*self._leaving, *self._recalled, *self._coming]
         if late:
             raise PlanError(f"{self._plan.name}: {self._say(late[0])} was never waited for")
-        if compat.packs_saved_tensors():  # the user's code is about to read the copies on the host
-            for leaving in self._left:
+        if self._left and compat.packs_saved_tensors():
+            if any(saved.tier is Tier.NVME for saved in self._plan.saved):
+                raise UnsupportedError(_PACKED)
+            for leaving in self._left:  # the user's code is about to read the copies on the host
                 leaving.moving.land()
         self._left.clear()
 

@@ -161,12 +161,11 @@ def _returns(
         begin = min(deadline, begin) - seconds
         if c is None:
             continue
-        leaves = begin
-        if c.read:
-            read_begin = min(begin, read_begin) - c.read
-            leaves = read_begin
+        leaves, reload = begin, _at(course, begin)
+        if c.read:  # whoever sends it on waits for it to be read
+            leaves = read_begin = min(times[reload], read_begin) - c.read
         in_time = in_time and leaves >= max(times[shift], over[c.name])
-        found[c.name] = _at(course, leaves), _at(course, begin)
+        found[c.name] = _at(course, leaves), reload
     return found, in_time
 
 
@@ -192,9 +191,8 @@ def choose(
     ranked = sorted(candidates, key=lambda c: (-worth[c.name], c.ready, c.name))
     ranked = [c for c in ranked if worth[c.name] > 0]
     if limit is None:
-        chosen = _all_hidden(course, ranked)
-        kept = _that_matter(course, chosen, itinerary(course, chosen).stays)
-        return dict(itinerary(course, kept).stays)
+        chosen = _that_matter(course, _all_hidden(course, ranked))
+        return dict(itinerary(course, chosen).stays)
     return _Fitting(course, ranked, limit, spare).run()
 
 
@@ -217,13 +215,18 @@ def _all_hidden(course: Course, ranked: Sequence[Candidate]) -> list[Candidate]:
     return taken
 
 
-def _that_matter(
-    course: Course, chosen: Sequence[Candidate], stays: Mapping[str, Stay]
-) -> list[Candidate]:
-    """Without those that could stay and leave the peak as low, the least worthy first."""
-    held = _left(course, chosen, stays)
-    peak = int(held.max(initial=0))
-    return _without_idle(chosen, stays, held, peak)
+def _that_matter(course: Course, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """Without those that could stay and leave the peak as low, the least worthy first.
+
+    The others may then be away for longer, so that still fewer do.
+    """
+    while True:
+        stays = itinerary(course, chosen).stays
+        held = _left(course, chosen, stays)
+        kept = _without_idle(chosen, stays, held, int(held.max(initial=0)))
+        if len(kept) == len(chosen):
+            return kept
+        chosen = kept
 
 
 def _without_idle(
@@ -232,7 +235,7 @@ def _without_idle(
     kept = list(chosen)
     for c in reversed(chosen):
         away = held[stays[c.name].wait : stays[c.name].reload]
-        if int(away.max(initial=0)) + c.bytes <= most:
+        if not away.size or int(away.max()) + c.bytes <= most:
             away += c.bytes
             kept.remove(c)
     return kept
