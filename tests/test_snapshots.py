@@ -423,7 +423,8 @@ return [addmm_2]
     }
   ],
   "kept": [],
-  "early": []
+  "early": [],
+  "saved": []
 }""",
         )
 
@@ -700,7 +701,8 @@ return [addmm_2]
     }
   ],
   "kept": [],
-  "early": []
+  "early": [],
+  "saved": []
 }""",
         )
 
