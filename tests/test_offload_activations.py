@@ -16,13 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_compile
 from zero_compile.fx_graph import calls, output_node, readers
-from zero_compile.options import parse
 from zero_compile.passes.offload_activations import offload_activations
 from zero_compile.planner.activations import Move
 from zero_compile.planner.liveness import Liveness
 from zero_compile.verify import verify_moved
 from zero_runtime import depot, ops
-from zero_runtime.errors import OptionError, PlanError, SwapError, UnsupportedError
+from zero_runtime.errors import PlanError, SwapError, UnsupportedError
 from zero_runtime.plan import Channel, Plan, StepKind, Tier
 from zero_runtime.session import session_of
 from zero_runtime.timeline import Category, Timeline
@@ -641,42 +640,3 @@ def test_a_recorded_timeline_shows_the_way_there_and_back() -> None:
         events = [e for e in timeline.events if e.channel is channel]
         assert {e.name for e in events} == away.saved
         assert {e.phase for e in events} == {phase}
-
-
-# ------------------------------------------------------------------------------ options
-
-
-def test_true_means_the_host_and_false_nothing() -> None:
-    assert parse({"offload_activations": True}).offload_activations.device == "cpu"
-    assert parse({"offload_activations": False}) == parse({})
-    assert parse({"offload_activations": {"device": "cpu", "min_bytes": 1e6}}).offload_activations
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1, r"option 'offload_activations': .*\(got 1\)"),
-        ("cpu", r"option 'offload_activations': .*\(got 'cpu'\)"),
-        ({"device": "disk"}, r"'offload_activations\.device': .*'none', 'cpu' or 'nvme'"),
-        ({"device": "cpu", "min_bytes": -1}, r"'offload_activations\.min_bytes': .*\(got -1\)"),
-        ({"device": "cpu", "min_byte": 1}, r"'offload_activations\.min_byte': Extra inputs"),
-    ],
-)
-def test_a_wrong_section_is_an_error_that_names_the_key(value: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        parse({"offload_activations": value})
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"device": "nvme"}, "offload_activations says device 'nvme' and no folder"),
-        (
-            {"device": "cpu", "nvme_path": "/tmp"},
-            "offload_activations has an nvme_path and device 'cpu': say device 'nvme'",
-        ),
-    ],
-)
-def test_a_folder_and_nvme_go_together(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        zero_compile.partition(nn.Linear(4, 4), {"offload_activations": section})

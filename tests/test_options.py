@@ -57,7 +57,7 @@ def test_an_unknown_name_like_no_other_lists_them_all():
         "inductor, leaf_modules, mesh, nvme_path, offload_activations, offload_optimizer, "
         "offload_param, overlap_comm, record, reduce_bucket_size, reduce_dtype, schedule, "
         "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_param_persistence_threshold, "
-        "stage3_prefetch_bucket_size, update_in_backward, verify."
+        "stage3_prefetch_bucket_size, tile_bytes, tile_over, update_in_backward, verify."
     )
 
 

@@ -17,9 +17,12 @@ from zero_compile.deepspeed.estimate import (
 from zero_compile.deepspeed.start import initialize
 from zero_compile.no_sync import no_sync
 from zero_compile.report import MemoryReport, memory_report, plans, timelines
+from zero_compile.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "MemoryReport",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",

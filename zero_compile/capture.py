@@ -16,19 +16,23 @@ from zero_compile.leaves import find_leaves, hold_leaves
 from zero_compile.offload import offload_of
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
+from zero_compile.passes.tile_linears import tileable
 from zero_compile.planner.budget import Held
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
 from zero_compile.root import find_root, parameter_names, refuse_wrapper
+from zero_compile.tiling import Cut, TilePolicy, cut_of, plan_tiles
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
 from zero_runtime.buffers import dense_stride
 from zero_runtime.collectives import ALONE, Group, current_group, group_of_mesh, group_over
 from zero_runtime.entry import Entry
 from zero_runtime.errors import OptionError, PlanError, UnsupportedError
+from zero_runtime.gradient import Place
 from zero_runtime.offload import Offload
 from zero_runtime.optimizer import HOOKS
-from zero_runtime.plan import BucketPlan, Policy, Stage, dtype_name
+from zero_runtime.plan import BucketPlan, Policy, Stage, TiledPlan, dtype_name
 from zero_runtime.session import Session, session_of
+from zero_runtime.tiles import Tile, TiledBucket
 
 _DEFAULT_LAYOUT = LayoutPolicy()
 
@@ -48,6 +52,10 @@ class Capture:
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
         """Parameter number to (bucket, slot)."""
+        self.cuts: dict[int, Cut] = {}
+        """Parameters that the graph moves in tiles; those have numbers of their own."""
+        self._tiles: list[tuple[int, int]] = []
+        """Of each tile, by its number beyond those of parameters: its parameter, which of its tiles."""
 
     @staticmethod
     def of(
@@ -96,10 +104,48 @@ class Capture:
         """The plans of the graph's buckets."""
         return [bucket.plan for bucket in self.buckets]
 
+    @property
+    def tile_buckets(self) -> frozenset[int]:
+        """Which of the graph's buckets are tiles, by number."""
+        return frozenset(n for n, bucket in enumerate(self.buckets) if isinstance(bucket, Tile))
+
+    def cut(self, gm: GraphModule, policy: TilePolicy) -> dict[int, Cut]:
+        """Which parameters the graph has to move in tiles: those that lie so, and those that shall. Idempotent."""
+        world_size = self.session.group.world_size
+        for gather in _by_first_use(gm):
+            number = parameter_number(gather)
+            if number >= len(self.entries) or number in self.cuts:
+                continue
+            entry, found = self.entries[number], None
+            if entry.placed:
+                plan = entry.place.bucket.plan
+                found = (plan.dim, plan.sizes) if isinstance(plan, TiledPlan) else None
+            elif tileable(gather):
+                found = cut_of(_use(number, entry, narrow_dtype(gather)), world_size, policy)
+            if found is not None:
+                self._cut(number, *found)
+        return self.cuts
+
+    def _cut(self, number: int, dim: int, sizes: tuple[int, ...]) -> None:
+        first = len(self.entries) + len(self._tiles)
+        self.cuts[number] = Cut(dim, sizes, tuple(range(first, first + len(sizes))))
+        self._tiles += [(number, tile) for tile in range(len(sizes))]
+
+    def uses(self, gm: GraphModule) -> list[Use]:
+        """The parameters that the graph gathers whole, in the order of first use."""
+        numbered = [(parameter_number(g), g) for g in _by_first_use(gm)]
+        return [
+            _use(number, self.entries[number], narrow_dtype(g))
+            for number, g in numbered
+            if number < len(self.entries)
+        ]
+
     def lay_out(self, gm: GraphModule, policy: LayoutPolicy) -> None:
         """Give every parameter that the graph gathers a bucket, and number the buckets. Idempotent."""
         gathers = [g for g in _by_first_use(gm) if parameter_number(g) not in self.places]
-        fresh = [g for g in gathers if not self.entries[parameter_number(g)].placed]
+        self._lay_out_tiled(gathers)
+        whole = [g for g in gathers if parameter_number(g) < len(self.entries)]
+        fresh = [g for g in whole if not self.entries[parameter_number(g)].placed]
         uses = [
             _use(number, self.entries[number], narrow_dtype(g))
             for g in fresh
@@ -110,6 +156,16 @@ class Capture:
             self.session.adopt(bucket, [self.entries[use.number] for use in group])
         for gather in gathers:
             self._number(parameter_number(gather))
+
+    def _lay_out_tiled(self, gathers: Sequence[Node]) -> None:
+        """Each parameter of which ``gathers`` are tiles gets a bucket of its own."""
+        numbers = [parameter_number(g) - len(self.entries) for g in gathers]
+        for number in dict.fromkeys(self._tiles[n][0] for n in numbers if n >= 0):
+            entry, cut = self.entries[number], self.cuts[number]
+            if not entry.placed:
+                world_size = self.session.group.world_size
+                plan = plan_tiles(_use(number, entry), world_size, cut.dim, cut.sizes)
+                self.session.adopt(self.session.bucket(plan), [entry])
 
     def bound(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, refusing to run on other parameters than those it was compiled for."""
@@ -127,10 +183,19 @@ class Capture:
         return run
 
     def _number(self, parameter: int) -> None:
-        bucket, slot = self.entries[parameter].place
+        bucket, slot = self._place(parameter)
         if bucket not in self.buckets:
             self.buckets.append(bucket)
         self.places[parameter] = (self.buckets.index(bucket), bucket.plan.slots.index(slot))
+
+    def _place(self, number: int) -> Place:
+        if number < len(self.entries):
+            return self.entries[number].place
+        parameter, which = self._tiles[number - len(self.entries)]
+        bucket = self.entries[parameter].place.bucket
+        assert isinstance(bucket, TiledBucket)
+        tile = bucket.tiles[which]
+        return Place(tile, tile.plan.slots[0])
 
 
 def partition(

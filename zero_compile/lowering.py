@@ -21,10 +21,11 @@ from zero_compile.planner.hardware import Hardware
 from zero_compile.planner.pose import Posed, pose
 from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
 from zero_compile.planner.saved import Wanted, candidates
+from zero_compile.tiling import TilePolicy, most_bytes
 from zero_runtime import ops
 from zero_runtime.entry import Entry
 from zero_runtime.gradient import Place
-from zero_runtime.plan import Phase, Plan, Residence, dtype_name
+from zero_runtime.plan import Phase, Plan, Residence, Stage, dtype_name
 
 #: Runs stages on a graph of which the last argument is the name: ``pipeline.run``, or one that looks on.
 Run = Callable[[Sequence[Any], GraphModule, str], GraphModule]
@@ -56,6 +57,7 @@ class Lowering:
 
     def joint(self, gm: GraphModule) -> None:
         """The joint graph, before it is cut: the layout is decided here."""
+        self._tile(gm, "joint")
         self._lay_out(gm)
         self._run(pipeline.partition(self._capture.session.stage), gm, "joint")
 
@@ -89,6 +91,7 @@ class Lowering:
     def graph(self, gm: GraphModule, phase: Phase) -> Lowered:
         """A graph that is about to be compiled; lowered here if it never was half of a step."""
         if phase not in self._gradients or calls(gm.graph, ops.gather):
+            self._tile(gm, str(phase))
             self._lay_out(gm)
             self._bucket(gm, phase)
             if self._planned:
@@ -104,6 +107,7 @@ class Lowering:
             capture.places,
             capture.session.stage,
             self._options.stage3_max_reuse_distance,
+            capture.tile_buckets,
         )
         self._run(stages, gm, str(phase))
 
@@ -145,6 +149,22 @@ class Lowering:
             policy_of_state=self._capture.session.policy,
             schedule=self._schedules.get(phase, GraphSchedule()),
         )
+
+    def _tile(self, gm: GraphModule, name: str) -> None:
+        if self._capture.session.stage is Stage.PARAMETERS:
+            cuts = self._capture.cut(gm, self._tile_policy(gm))
+            if cuts:
+                self._run(pipeline.tile(cuts), gm, name)
+
+    def _tile_policy(self, gm: GraphModule) -> TilePolicy:
+        """As the options say; where they say nothing, by what a memory budget leaves beside the state."""
+        options = self._options
+        if options.tile_bytes is None and options.device_memory is not None:
+            room = left_over(options.device_memory, self.resident)
+            return TilePolicy(
+                most_bytes(self._capture.uses(gm), room, self._world_size), options.tile_over
+            )
+        return TilePolicy(options.tile_bytes, options.tile_over)
 
     def _lay_out(self, gm: GraphModule) -> None:
         saturating = saturating_bytes(self._world_size, self._hardware)
@@ -238,5 +258,5 @@ def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:
     return {
         position: capture.entries[parameter_number(node)].place
         for position, node in enumerate(outputs)
-        if isinstance(node, Node) and node.target is ops.reduce
+        if isinstance(node, Node) and node.target in (ops.reduce, ops.join)
     }

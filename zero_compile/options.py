@@ -82,6 +82,18 @@ class Options(BaseModel):
     reduce_bucket_size: int | None = Field(default=None, gt=0)
     """The most elements of a bucket, as far as parameters are not larger themselves."""
 
+    tile_bytes: int | None = Field(default=None, gt=0)
+    """Gathered bytes (or as in ``"64MiB"``) above which the weight of a linear or embedding is moved in
+    tiles of at most so many: each is gathered, used, reduced and released alone, in forward and backward.
+
+    None: only weights that ``device_memory`` has no room for.
+    """
+
+    tile_over: Literal["rows", "columns", "planner"] = "planner"
+    """Which dimension of such a weight is cut: its rows (outputs) or columns (inputs). ``planner``: rows,
+    unless there are too few.
+    """
+
     overlap_comm: bool = True
     """Off: each transfer starts where it is needed, as with ``schedule="on_demand"``."""
 
@@ -174,7 +186,7 @@ class Options(BaseModel):
             raise ValueError(f"expected True, False or an optimizer, got {value!r}")
         return value
 
-    @field_validator("device_memory", "host_memory", mode="before")
+    @field_validator("device_memory", "host_memory", "tile_bytes", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
         return parse_bytes(value) if isinstance(value, str) else value

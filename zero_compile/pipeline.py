@@ -1,6 +1,6 @@
 """The pipeline: which pass runs when, as lists a reader can follow from top to bottom."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 from torch.fx import GraphModule
@@ -19,10 +19,19 @@ from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_compile.passes.schedule_planned import schedule_planned
 from zero_compile.passes.sink_casts import sink_casts
 from zero_compile.passes.split_distant_uses import split_distant_uses
+from zero_compile.passes.tile_cross_entropy import tile_cross_entropy
+from zero_compile.passes.tile_linears import tile_linears
 from zero_compile.planner.activations import Move
 from zero_compile.planner.decide import GraphSchedule
 from zero_compile.planner.problem import STAGING_SLOTS
-from zero_compile.verify import verify_bucketed, verify_captured, verify_moved, verify_scheduled
+from zero_compile.tiling import Cut
+from zero_compile.verify import (
+    verify_bucketed,
+    verify_captured,
+    verify_moved,
+    verify_scheduled,
+    verify_tiled,
+)
 from zero_runtime.plan import BucketPlan, Phase, Stage
 
 Pass = Callable[[GraphModule], GraphModule]
@@ -40,6 +49,15 @@ def capture(parameters: Mapping[int, int]) -> list[Pass | Check]:
     ]
 
 
+def tile(cuts: Mapping[int, Cut]) -> list[Pass | Check]:
+    """A graph with logical gathers that moves some parameters in tiles: ``cuts``, by parameter number."""
+    return [
+        partial(tile_linears, cuts=cuts),
+        tile_cross_entropy,
+        partial(verify_tiled, cuts=cuts),
+    ]
+
+
 def partition(stage: Stage = Stage.PARAMETERS) -> list[Pass | Check]:
     """The joint forward and backward graph, before it is cut in two."""
     return [partial(regather_in_backward, derived_too=stage is Stage.PARAMETERS)]
@@ -50,8 +68,12 @@ def bucket(
     places: Mapping[int, tuple[int, int]],
     stage: Stage = Stage.PARAMETERS,
     reuse_distance: int = 10**9,
+    tiles: Set[int] = frozenset(),
 ) -> list[Pass | Check]:
-    """Each forward, backward or inference graph: gathers and reductions become those of buckets."""
+    """Each forward, backward or inference graph: gathers and reductions become those of buckets.
+
+    ``tiles`` are the buckets that hold one tile of a parameter each.
+    """
     if stage is not Stage.PARAMETERS:
         return [
             read_whole_parameters,
@@ -63,8 +85,8 @@ def bucket(
         partial(sink_casts, bucket_of=bucket_of),
         partial(bucket_gathers, buckets=buckets, places=places),
         partial(bucket_reductions, buckets=buckets, places=places),
-        partial(verify_bucketed, buckets=buckets),
-        partial(split_distant_uses, buckets=buckets, distance=reuse_distance),
+        partial(verify_bucketed, buckets=buckets, tiles=tiles),
+        partial(split_distant_uses, buckets=buckets, distance=reuse_distance, tiles=tiles),
     ]
 
 

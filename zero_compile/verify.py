@@ -10,11 +10,13 @@ from zero_compile.fx_graph import (
     calls,
     is_view,
     output_node,
+    parameter_number,
     positions,
     readers,
     reloads,
     saved_number,
 )
+from zero_compile.tiling import Cut
 from zero_runtime import ops
 from zero_runtime.errors import PlanError
 from zero_runtime.plan import BucketPlan
@@ -31,15 +33,35 @@ def verify_captured(gm: GraphModule, *, parameters: Mapping[int, int]) -> None:
         )
 
 
-def verify_bucketed(gm: GraphModule, *, buckets: Sequence[BucketPlan]) -> None:
-    """No logical gather or reduction is left; each bucket is gathered and reduced at most once."""
-    for target in (ops.gather, ops.reduce):
+def verify_tiled(gm: GraphModule, *, cuts: Mapping[int, Cut]) -> None:
+    """Of a parameter in tiles nothing whole is gathered or reduced; each joined gradient has every tile."""
+    for node in (*calls(gm.graph, ops.gather), *calls(gm.graph, ops.reduce)):
+        number = parameter_number(node)
+        _require(number not in cuts, f"{node.name} moves parameter {number} whole, which is tiled")
+    for join in calls(gm.graph, ops.join):
+        parts: list[Node] = join.args[0]  # type: ignore[assignment]
+        cut, found = cuts[parameter_number(join)], {parameter_number(part) for part in parts}
+        _require(found == set(cut.numbers), f"{join.name} joins tiles {found} of {cut.numbers}")
+
+
+def verify_bucketed(
+    gm: GraphModule, *, buckets: Sequence[BucketPlan], tiles: Set[int] = frozenset()
+) -> None:
+    """No logical gather or reduction is left; each bucket is gathered and reduced at most once.
+
+    Buckets that are ``tiles`` may be reduced several times.
+    """
+    for target in (ops.gather, ops.reduce, ops.join):
         left = calls(gm.graph, target)
         _require(not left, f"{[n.name for n in left]} reached no bucket")
     for target in (ops.all_gather_start, ops.reduce_scatter_start):
         counts = Counter(bucket_number(n) for n in calls(gm.graph, target))
         _require(
-            all(c == 1 for c in counts.values()) and all(b < len(buckets) for b in counts),
+            all(
+                c == 1 or (b in tiles and target is ops.reduce_scatter_start)
+                for b, c in counts.items()
+            )
+            and all(b < len(buckets) for b in counts),
             f"{target} runs {dict(counts)} times a bucket",
         )
     for start in calls(gm.graph, ops.reduce_scatter_start):

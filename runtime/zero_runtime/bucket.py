@@ -62,8 +62,7 @@ class Bucket:
         self._fetching: Moving | None = None
         self._stepped: torch.Tensor | None = None
         self._unreduced: torch.Tensor | None = None
-        self.waiting: set[Slot] = set()
-        """Slots whose gradients were kept whole and await the next reduction."""
+        self._waiting: set[Slot] = set()
 
     def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
         return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier)
@@ -74,6 +73,16 @@ class Bucket:
         return (
             f"{what} of bucket {self.serial} ({first if first == last else f'{first} to {last}'})"
         )
+
+    @property
+    def home(self) -> "Bucket":
+        """The bucket that holds the elements: this one, unless it is a part of another."""
+        return self
+
+    @property
+    def waiting(self) -> set[Slot]:
+        """Slots whose gradients were kept whole and await the next reduction."""
+        return self._waiting
 
     @property
     def shelves(self) -> tuple[Shelf, Shelf]:
@@ -238,12 +247,20 @@ class Bucket:
         """The slot's parameter as a view of ``gathered`` ``[padded]``."""
         return gathered.as_strided(slot.shape, slot.stride, gathered.storage_offset() + slot.offset)
 
-    def start_gather(self, dtype: torch.dtype) -> Flight:
-        """Start gathering the bucket in ``dtype``; it arrives as ``[padded]``."""
+    def spread(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """``local`` (this rank's elements of the slot) at its place in zeros, as a gather arrives."""
+        padded = local.new_zeros(self.plan.padded)
+        self.local(slot, self._own_part(padded)).copy_(local)
+        return padded
+
+    def start_gather(self, dtype: torch.dtype, into: torch.Tensor | None = None) -> Flight:
+        """Start gathering the bucket in ``dtype``; it arrives as ``[padded]``, in ``into`` where several
+        ranks are given one of that size.
+        """
         shard = self._here()
         if self.group.world_size == 1 and dtype is self.plan.torch_dtype:
             return Flight(shard, self._transport.all_gather(shard, shard))
-        gathered = flat_buffer(self.plan.padded, dtype, self.device)
+        gathered = flat_buffer(self.plan.padded, dtype, self.device) if into is None else into
         own = self._own_part(gathered)
         own.copy_(shard)
         return Flight(gathered, self._transport.all_gather(gathered, own))
@@ -268,7 +285,7 @@ class Bucket:
         if self._unreduced is not None:
             packed.add_(self._unreduced)
             self._unreduced = None
-            self.waiting.clear()
+            self._waiting.clear()
         return self._send(packed, shard)
 
     def reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -305,7 +322,10 @@ class Bucket:
         packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
         self._pack(slots, gradients, packed)
         self._unreduced = packed if self._unreduced is None else self._unreduced.add_(packed)
-        self.waiting.update(slots)
+        self._waiting.update(slots)
+
+    def forget(self) -> None:
+        """A graph has ended: drop what it began to put together for this bucket and did not finish."""
 
     def empty_shard(self) -> torch.Tensor:
         """Uninitialised memory for one reduced gradient of the bucket, as :meth:`start_reduce` gives it."""

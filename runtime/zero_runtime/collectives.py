@@ -3,6 +3,7 @@
 Every transfer is started and finished later; start order is the plan's, on every rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +42,24 @@ class Done:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Several:
+    """Transfers that are waited for together."""
+
+    transfers: Sequence[Transfer]
+
+    def wait(self) -> None:
+        """Return once all of them are complete; the first error is raised after that."""
+        errors = []
+        for transfer in self.transfers:
+            try:
+                transfer.wait()
+            except BaseException as error:  # the others still write to memory
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 @dataclass

@@ -78,9 +78,9 @@ class Depot:
         there = flat_buffer(host.numel(), host.dtype, device)
         return Moving(there, self._transfers_of(device).to_device(host, there))
 
-    def to_host(self, tensor: torch.Tensor) -> "Moving":
-        """Start copying a flat tensor on a device to fresh host memory."""
-        there = self.host(tensor.numel(), tensor.dtype)
+    def to_host(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> "Moving":
+        """Start copying a flat tensor on a device to host memory: fresh, or ``into`` of its size."""
+        there = self.host(tensor.numel(), tensor.dtype) if into is None else into
         return Moving(there, self._transfers_of(tensor.device).to_host(tensor, there))
 
     def _transfers_of(self, device: torch.device) -> Transfers:

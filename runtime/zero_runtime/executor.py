@@ -16,6 +16,7 @@ from zero_runtime.gradient import Place, SpentGradient
 from zero_runtime.plan import OF_SAVED, Phase, Plan, Slot, StepKind
 from zero_runtime.saved import Crossing
 from zero_runtime.session import Session
+from zero_runtime.tiles import Arriving, TiledBucket
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
 #: graphs, so that equal graphs share compiled code.
@@ -63,7 +64,7 @@ class Executor:
         self._dtypes: dict[int, torch.dtype] = {}
         self._gathered = 0
         self._reduced: dict[int, list[Slot]] = {}
-        self._evicting: list[Moving] = []
+        self._evicting: list[Moving | Arriving] = []
         self._crossing = Crossing(session.saved, plan)
         self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
         self._digest = digest_of(self._outline)
@@ -78,7 +79,7 @@ class Executor:
         self._cursor, self._gathered = 0, 0
         if self.plan.phase is Phase.FORWARD:
             self.session.opening = self._opening
-            self.session.updates.expect(self._buckets)
+            self.session.updates.expect(list(dict.fromkeys(b.home for b in self._buckets)))
         token = _current.set(self)
         self.session.observer.begin(self.plan)
         try:
@@ -178,10 +179,25 @@ class Executor:
         if not self.session.synchronise:  # nothing was reduced: no_sync keeps gradients whole
             return self.session.depot.host(reduced.numel(), reduced.dtype)
         moving = self._buckets[bucket].evict(reduced)
+        if self._buckets[bucket].home is not self._buckets[bucket]:
+            # nobody reads a tile's: :meth:`assemble` has the values
+            return torch.empty_like(moving.tensor)
         if self.session.updates.take(self._buckets[bucket], self._reduced[bucket], moving):
             return husk(moving.tensor)
         self._evicting.append(moving)
         return moving.tensor
+
+    def assemble(self, tiles: Sequence[int]) -> torch.Tensor:
+        """The gradient whose tiles are these buckets, all of which have been reduced, or evicted."""
+        whole = self._buckets[tiles[0]].home
+        assert isinstance(whole, TiledBucket)
+        gradient = whole.collect()
+        if isinstance(gradient, Flight) or not self.session.synchronise:
+            return gradient.tensor  # under no_sync nothing was reduced, and nothing is on its way
+        if self.session.updates.take(whole, whole.plan.slots, gradient):
+            return husk(gradient.tensor)
+        self._evicting.append(gradient)
+        return gradient.tensor
 
     # -------------------------------------------------------------- saved tensors
 
@@ -268,6 +284,8 @@ class Executor:
         """After a failure, keep what is in flight alive: its memory may still be written to."""
         self.session.abandoned.extend(self._flights.values())
         self.session.abandoned.extend(self._crossing.abandon())
+        for bucket in self._buckets:
+            bucket.home.forget()
         self._flights.clear()
         self._evicting.clear()
 

@@ -74,11 +74,8 @@ class ShardedGradient(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole gradient, a plain tensor of the logical shape. Collective: call it on every rank."""
         bucket, slot = self.place
-        group = bucket.group
-        padded = self.local.new_zeros(bucket.plan.padded, dtype=self.dtype)
-        chunk = bucket.plan.chunk_range(group.rank)
-        bucket.local(slot, padded[chunk.start : chunk.stop]).copy_(self.local)
-        return bucket.whole(slot, group.sum(padded)).clone()
+        padded = bucket.spread(slot, self.local.to(self.dtype))
+        return bucket.whole(slot, bucket.group.sum(padded)).clone()
 
     @classmethod
     @compat.outside_dynamo

@@ -16,6 +16,7 @@ from zero_runtime.session import Session, session_of
 from zero_runtime.shelf import Shelf
 from zero_runtime.stream import Stream, Task
 from zero_runtime.takeover import recipe_for
+from zero_runtime.tiles import Arriving
 
 
 class Member(NamedTuple):
@@ -99,7 +100,7 @@ class OffloadedOptimizer:
             self._submit(bucket, of_bucket, unscale)
         self.join()
 
-    def update_now(self, bucket: Bucket, gradient: Moving) -> None:
+    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> None:
         """Start updating a whole bucket whose reduced gradient ``[chunk]`` is on its way to the host.
 
         Hyper-parameters are those of this moment.
@@ -119,7 +120,11 @@ class OffloadedOptimizer:
             self._stream.join()
 
     def _submit(
-        self, bucket: Bucket, works: Sequence[Work], unscale: float, gradient: Moving | None = None
+        self,
+        bucket: Bucket,
+        works: Sequence[Work],
+        unscale: float,
+        gradient: Moving | Arriving | None = None,
     ) -> None:
         if not works:
             return

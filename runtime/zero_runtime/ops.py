@@ -1,7 +1,7 @@
 """The operators that stand in compiled graphs.
 
-Two are logical and exist only between capture and lowering (``gather``, ``reduce``); the others
-are the schedule's nodes and call the running graph's executor. How their order is pinned: every
+Three are logical and exist only between capture and lowering (``gather``, ``reduce``, ``join``); the
+others are the schedule's nodes and call the running graph's executor. How their order is pinned: every
 starting or releasing operator *mutates* the graph's channel tensor and every wait *reads* it, so
 any compiler that respects mutation keeps them in sequence; ``release`` also mutates the gathered
 buffer, and ``offload_wait`` the saved tensor, so every reader comes before it. ``all_gather_wait``
@@ -20,8 +20,15 @@ from zero_runtime import executor
 from zero_runtime.saved import HANDLE_BYTES
 
 _LIBRARY = torch.library.Library("zero3", "DEF")
-_LIBRARY.define("gather(Tensor parameter, int index, ScalarType? dtype=None) -> Tensor")
+_LIBRARY.define(
+    "gather(Tensor parameter, int index, ScalarType? dtype=None, int[]? size=None) -> Tensor"
+)
 _LIBRARY.define("reduce(Tensor gradient, int index) -> Tensor")
+_LIBRARY.define("join(Tensor[] tiles, int index, int[] size) -> Tensor")
+_LIBRARY.define(
+    "assemble(Tensor[] parts, Tensor(a!) channel, int[] buckets, int numel, ScalarType dtype, "
+    "Device device) -> Tensor"
+)
 _LIBRARY.define("channel() -> Tensor")
 _LIBRARY.define("all_gather_start(Tensor(a!) channel, int bucket, ScalarType dtype) -> Tensor")
 _LIBRARY.define(
@@ -59,6 +66,8 @@ _LIBRARY.define(
 
 gather = torch.ops.zero3.gather.default
 reduce = torch.ops.zero3.reduce.default
+join = torch.ops.zero3.join.default
+assemble = torch.ops.zero3.assemble.default
 channel = torch.ops.zero3.channel.default
 all_gather_start = torch.ops.zero3.all_gather_start.default
 all_gather_wait = torch.ops.zero3.all_gather_wait.default
@@ -176,6 +185,17 @@ def _reduce_scatter_wait(
     return executor.current().finish_reduce(bucket)
 
 
+def _assemble(
+    parts: Sequence[torch.Tensor],
+    channel: torch.Tensor,
+    buckets: Sequence[int],
+    numel: int,
+    dtype: Any,
+    device: Any,
+) -> torch.Tensor:
+    return executor.current().assemble(buckets)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "channel": _channel,
     "all_gather_start": _all_gather_start,
@@ -192,6 +212,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "reload_wait": _reload_wait,
     "reduce_scatter_start": _reduce_scatter_start,
     "reduce_scatter_wait": _reduce_scatter_wait,
+    "assemble": _assemble,
 }
 for _name, _function in _KERNELS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
@@ -201,9 +222,25 @@ for _name, _function in _KERNELS.items():
 
 
 def _fake_gather(
-    parameter: torch.Tensor, index: int, dtype: torch.dtype | None = None
+    parameter: torch.Tensor,
+    index: int,
+    dtype: torch.dtype | None = None,
+    size: Sequence[int] | None = None,
 ) -> torch.Tensor:
+    if size is not None:
+        return parameter.new_empty(size, dtype=dtype or parameter.dtype)
     return torch.empty_like(parameter, dtype=dtype or parameter.dtype)
+
+
+def _fake_join(tiles: Any, index: int, size: Any) -> torch.Tensor:
+    joined: torch.Tensor = tiles[0].new_empty(size)
+    return joined
+
+
+def _fake_assemble(
+    parts: Any, channel: Any, buckets: Any, numel: int, dtype: Any, device: Any
+) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _fake_reduce(gradient: torch.Tensor, index: int) -> torch.Tensor:
@@ -283,6 +320,8 @@ def _fake_reduce_scatter_wait(
 _FAKES: dict[str, Callable[..., Any]] = {
     "gather": _fake_gather,
     "reduce": _fake_reduce,
+    "join": _fake_join,
+    "assemble": _fake_assemble,
     "channel": _fake_channel,
     "all_gather_start": _fake_all_gather_start,
     "all_gather_wait": _fake_all_gather_wait,
@@ -308,7 +347,7 @@ def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _reduce_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return reduce(gradient, ctx.index), None, None
+    return reduce(gradient, ctx.index), None, None, None
 
 
 torch.library.register_autograd(

@@ -6,8 +6,10 @@ a rank: every rank of a group holds the same plan.
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import cached_property
 
 import torch
 from pydantic import TypeAdapter
@@ -190,6 +192,59 @@ class BucketPlan:
         dtype = dtype or self.torch_dtype
         copies = 2 if self.world_size > 1 else int(dtype is not self.torch_dtype)
         return copies * self.padded * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TiledPlan(BucketPlan):
+    """A bucket of one parameter ``[rows, columns]`` that is never moved whole: graphs move its tiles.
+
+    Tiles are of ``sizes`` along ``dim``, 0 or 1; in graphs' plans each is a bucket of its own. A rank owns
+    ``tile.chunk`` elements of every tile: its chunk is those one after another, and the last alone has
+    padding, so what it owns of the parameter is still one run of its chunk.
+    """
+
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @cached_property
+    def tiles(self) -> tuple[BucketPlan, ...]:
+        """The tiles as buckets, in order."""
+        (slot,) = self.slots
+        pieces = (tile_slot(slot, self.dim, *bounds) for bounds in bounds_of(self.sizes))
+        return tuple(
+            BucketPlan(
+                self.dtype,
+                self.device,
+                self.world_size,
+                chunk_for(piece.numel, self.world_size),
+                (piece,),
+                self.residence,
+            )
+            for piece in pieces
+        )
+
+    def owned(self, slot: Slot, rank: int) -> Range:
+        """What ``rank`` owns of every tile, relative to its chunk."""
+        return Range(0, sum(len(tile.owned(tile.slots[0], rank)) for tile in self.tiles))
+
+
+def bounds_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where tiles of ``sizes`` begin (included) and end (excluded) along their dimension."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def tile_slot(slot: Slot, dim: int, start: int, stop: int) -> Slot:
+    """Rows (``dim`` 0) or columns ``start`` to ``stop`` of a matrix, as a parameter of its own."""
+    rows, columns = slot.shape
+    rows, columns = (stop - start, columns) if dim == 0 else (rows, stop - start)
+    where = f"{start}:{stop}" if dim == 0 else f":, {start}:{stop}"
+    name = f"{slot.name}[{where}]"
+    return Slot(name, (rows, columns), (columns, 1), slot.trainable, 0, rows * columns)
+
+
+def chunk_for(numel: int, world_size: int) -> int:
+    """Elements one of ``world_size`` ranks owns of ``numel``: aligned, and equal on all of them."""
+    return -(-numel // (world_size * ALIGNMENT)) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
 from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
-from zero_runtime.plan import BucketPlan, Plan, Policy, Stage
+from zero_runtime.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
 from zero_runtime.recorder import Observer, Recorder, Silent
 from zero_runtime.saved import SavedStore
+from zero_runtime.tiles import TiledBucket
 from zero_runtime.updates import Updates
 
 _STAYS = Offload()
@@ -111,6 +112,8 @@ class Session:
         """A bucket for ``plan``, which says where its state lives once this returns."""
         trainable = any(slot.trainable for slot in plan.slots)
         placed = replace(plan, residence=self._residences.of(plan.chunk, trainable))
+        if isinstance(placed, TiledPlan):
+            return TiledBucket(placed, self.group, self.policy, self.depot)
         return Bucket(placed, self.group, self.policy, self.depot)
 
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
@@ -334,10 +337,11 @@ class Session:
 
     def initial_values(self, buckets: Sequence[Bucket]) -> list[str]:
         """What the buckets' parameters were when they were partitioned, a line each, for comparison."""
+        homes = {bucket.home for bucket in buckets}
         return [
             f"a graph with {e.name} of initial bits {e.initial_bits:x}"
             for e in self.entries
-            if e.placed and e.place.bucket in buckets
+            if e.placed and e.place.bucket in homes
         ]
 
     def _agree(self, what: str) -> None:

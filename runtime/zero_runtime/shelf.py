@@ -1,10 +1,11 @@
 """One flat tensor of a bucket, kept where its tier says: on the device, in host memory or on NVMe."""
 
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 import torch
 
-from zero_runtime.collectives import Done, Transfer
+from zero_runtime.collectives import Done, Several, Transfer
 from zero_runtime.depot import Depot
 from zero_runtime.plan import Tier
 
@@ -23,7 +24,11 @@ class Whereabouts(Enum):
 
 
 class Shelf:
-    """``[numel]`` values of ``dtype``. Those on NVMe occupy memory only while they are HERE or COMING."""
+    """``[numel]`` values of ``dtype``. Those on NVMe occupy memory only while they are HERE or COMING.
+
+    With ``pieces``, sizes that add up to ``numel``, NVMe holds each under a name of its own, so that it can
+    be read alone (:class:`Window`).
+    """
 
     def __init__(
         self,
@@ -33,8 +38,10 @@ class Shelf:
         dtype: torch.dtype,
         device: torch.device,
         tier: Tier,
+        pieces: Sequence[int] = (),
     ) -> None:
         self.name = name
+        self.pieces = tuple(pieces) or (numel,)
         self.numel = numel
         self.dtype = dtype
         self.tier = tier
@@ -65,7 +72,8 @@ class Shelf:
         """Start reading the values where they are away; they stay until :meth:`put_away`."""
         if self._state is Whereabouts.AWAY and self.numel:
             self._tensor = self._memory()
-            self._reading = self._depot.swap.read(self.name, self._bytes())
+            reads = [self._depot.swap.read(name, part) for name, part in self._parts()]
+            self._reading = Several(reads)
             self._state = Whereabouts.COMING
 
     def read(self) -> torch.Tensor:
@@ -114,16 +122,58 @@ class Shelf:
             reading.wait()
 
     def _write(self) -> Transfer:
+        parts = list(self._parts())
         if not self._stored:
-            self._depot.swap.allocate(self.name, self.numel * self.dtype.itemsize)
+            for name, part in parts:
+                self._depot.swap.allocate(name, len(part))
             self._stored = True
-        return self._depot.swap.write(self.name, self._bytes())
+        return Several([self._depot.swap.write(name, part) for name, part in parts])
 
-    def _bytes(self) -> torch.Tensor:
+    def name_of_piece(self, number: int) -> str:
+        """What NVMe knows a piece by."""
+        return f"piece {number} of {self.name}" if len(self.pieces) > 1 else self.name
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._tensor is not None
-        return self._tensor.view(torch.uint8)
+        for number, part in enumerate(self._tensor.split(self.pieces)):
+            if len(part):
+                yield self.name_of_piece(number), part.view(torch.uint8)
 
     def _memory(self) -> torch.Tensor:
         if self.tier is Tier.DEVICE:
             return torch.empty(self.numel, dtype=self.dtype, device=self._device)
         return self._depot.host(self.numel, self.dtype)
+
+
+class Window(Shelf):
+    """One piece of another shelf, for reading. From NVMe it is read alone."""
+
+    def __init__(self, shelf: Shelf, number: int, depot: Depot, device: torch.device) -> None:
+        size = shelf.pieces[number]
+        name = shelf.name_of_piece(number)
+        super().__init__(depot, name, size, shelf.dtype, device, shelf.tier)
+        self._shelf = shelf
+        self._start = sum(shelf.pieces[:number])
+
+    @property
+    def away(self) -> bool:
+        """Whether the values are on NVMe only."""
+        return self._shelf.away and self._tensor is None
+
+    def start_load(self) -> None:
+        """Start reading this piece where it is away; it stays until :meth:`put_away`."""
+        if self.away:
+            self._state = Whereabouts.AWAY
+            super().start_load()
+
+    def read(self) -> torch.Tensor:
+        """The values; not to be written to."""
+        if self._tensor is None and not self._shelf.away:
+            return self._shelf.read().narrow(0, self._start, self.numel)
+        return super().read()
+
+    def put_away(self) -> Transfer:
+        """Give back what memory the piece has of its own; what it was read from keeps the values."""
+        self._settle()
+        self._tensor, self._state = None, Whereabouts.EMPTY
+        return Done()

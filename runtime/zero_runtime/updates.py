@@ -12,6 +12,7 @@ from typing import Protocol
 from zero_runtime.bucket import Bucket
 from zero_runtime.depot import Moving
 from zero_runtime.plan import Slot
+from zero_runtime.tiles import Arriving
 
 
 class Updater(Protocol):
@@ -26,7 +27,7 @@ class Updater(Protocol):
     def covers(self, bucket: Bucket) -> bool:
         """Whether it has all of the bucket's parameters."""
 
-    def update_now(self, bucket: Bucket, gradient: Moving) -> None:
+    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> None:
         """Start the bucket's update."""
 
     def join(self) -> None:
@@ -54,7 +55,7 @@ class Updates:
             for updater in self._updaters:
                 updater.meet_once()
 
-    def take(self, bucket: Bucket, slots: Sequence[Slot], gradient: Moving) -> bool:
+    def take(self, bucket: Bucket, slots: Sequence[Slot], gradient: Moving | Arriving) -> bool:
         """Whether the bucket's update has begun, with a gradient of all its ``slots``."""
         if self._forwards[bucket] != 1 or set(slots) != set(bucket.plan.slots):
             return False

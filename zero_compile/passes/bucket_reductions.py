@@ -2,7 +2,10 @@
 
     flat = reduce_scatter_wait(reduce_scatter_start([gradients], channel, bucket, [slots]))
 
-``flat`` is this rank's chunk; the executor cuts each parameter's part out of it.
+``flat`` is this rank's chunk; the executor cuts each parameter's part out of it. The tiles of one
+parameter, each reduced alone, are its gradient again once all of them are there:
+
+    gradient = assemble([flats], channel, [buckets])
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import calls, parameter_number, positions
+from zero_compile.fx_graph import bucket_number, calls, parameter_number, positions
 from zero_compile.passes.effects import channel_of, insert_call
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
@@ -25,16 +28,52 @@ def bucket_reductions(
     stage: Stage = Stage.PARAMETERS,
 ) -> GraphModule:
     """``places`` maps parameter numbers to (bucket, slot). Afterwards no ``zero3.reduce`` is left."""
-    by_bucket: dict[int, list[Node]] = {}
-    for reduce in calls(gm.graph, ops.reduce):
-        by_bucket.setdefault(places[parameter_number(reduce)][0], []).append(reduce)
-    if by_bucket:
+    together = _together(calls(gm.graph, ops.reduce), places)
+    if together:
         channel_of(gm.graph)  # before positions are taken
     order = positions(gm.graph)
-    for bucket, reduces in by_bucket.items():
+    for bucket, reduces in together:
         _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places, stage, order)
+    for join in calls(gm.graph, ops.join):
+        _assemble(gm.graph, join, buckets)
     gm.graph.lint()
     return gm
+
+
+def _together(
+    reduces: Sequence[Node], places: Mapping[int, tuple[int, int]]
+) -> list[tuple[int, list[Node]]]:
+    """One reduction a bucket; several where a tile has several gradients, which are added when reduced."""
+    groups: list[tuple[int, list[Node]]] = []
+    open_groups: dict[int, tuple[set[int], list[Node]]] = {}
+    for reduce in reduces:
+        bucket, slot = places[parameter_number(reduce)]
+        slots, members = open_groups.get(bucket, ({slot}, []))
+        if bucket not in open_groups or slot in slots:
+            slots, members = open_groups[bucket] = set(), []
+            groups.append((bucket, members))
+        slots.add(slot)
+        members.append(reduce)
+    return groups
+
+
+def _assemble(graph: Graph, join: Node, buckets: Sequence[BucketPlan]) -> None:
+    parts: list[Node] = join.args[0]  # type: ignore[assignment]
+    tiles = list(dict.fromkeys(bucket_number(part) for part in parts))
+    first = buckets[tiles[0]]
+    with graph.inserting_before(join):
+        gradient = insert_call(
+            graph,
+            ops.assemble,
+            parts,
+            channel_of(graph),
+            tiles,
+            sum(buckets[tile].chunk for tile in tiles),
+            first.torch_dtype,
+            torch.device(first.device),
+        )
+    join.replace_all_uses_with(gradient)
+    graph.erase_node(join)
 
 
 def _reduce_bucket(

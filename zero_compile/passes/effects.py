@@ -9,14 +9,44 @@ from zero_compile.fx_graph import calls, is_view, output_node
 from zero_runtime import compat, ops
 
 
-def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
+def insert_call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call at the graph's insertion point, its fake value computed from its arguments'."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     mode = compat.fake_mode_of(graph)
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     with mode:
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **kwargs)
     return node
+
+
+#: What tells AOTAutograd's partitioner, and readers of a graph, where a node comes from.
+_ORIGIN = (
+    *("partitioner_tag", "mutation_region_id", "seq_nr", "autograd_backward"),
+    *("recompute", "ac_graph_id", "nn_module_stack", "stack_trace"),
+)
+
+
+def insert_part(origin: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """As :func:`insert_call`, for a node that does a part of what ``origin`` does, in its graph."""
+    node = insert_call(origin.graph, target, *args, **kwargs)
+    node.meta.update({key: origin.meta[key] for key in _ORIGIN if key in origin.meta})
+    return node
+
+
+def replace_node(node: Node, by: Node) -> None:
+    """Everybody reads ``by`` instead of ``node``, which goes, and what was made for it alone."""
+    node.replace_all_uses_with(by)
+    erase_unread(node)
+
+
+def erase_unread(node: Node) -> None:
+    """Erase a call that nobody reads, and then what nobody else read. Idempotent."""
+    erased = node.prev.next is not node
+    if node.op == "call_function" and not node.users and not erased:
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in inputs:
+            erase_unread(source)
 
 
 def channel_of(graph: Graph) -> Node:
@@ -40,6 +70,12 @@ def node_at(graph: Graph, name: str | None) -> Node:
         return channel_of(graph).next
     named: Node = next(node for node in graph.nodes if node.name == name)
     return named
+
+
+def assemble_last(graph: Graph) -> None:
+    """Gradients in tiles are put together at the end, behind every wait for a tile, wherever it was moved."""
+    for node in calls(graph, ops.assemble):
+        output_node(graph).prepend(node)
 
 
 def keep_what_escapes(graph: Graph, memory: Node) -> None:

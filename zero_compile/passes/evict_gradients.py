@@ -6,7 +6,8 @@ the copy overlaps with the rest of backward.
 
 from collections.abc import Sequence
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from zero_compile.fx_graph import bucket_number, calls, output_node
 from zero_compile.passes.effects import channel_of, insert_call
@@ -32,5 +33,15 @@ def evict_gradients(
                     graph, ops.evict, wait, channel_of(graph), bucket_number(wait)
                 )
             output_node(graph).replace_input_with(wait, evicted)
+            for user in [user for user in wait.users if user.target is ops.assemble]:
+                _assemble_on_host(user, wait)
     graph.lint()
     return gm
+
+
+def _assemble_on_host(assemble: Node, wait: Node) -> None:
+    """The tile's part leaves the device, so what puts tiles together has it there."""
+    parts, *others, _ = assemble.args
+    kept = [part for part in parts if part is not wait]  # type: ignore[union-attr]
+    assemble.args = (kept, *others, torch.device("cpu"))
+    assemble.meta["val"] = torch.empty_like(assemble.meta["val"], device="cpu")

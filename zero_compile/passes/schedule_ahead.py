@@ -8,6 +8,7 @@ waits, so the graph stays legal whatever it chooses.
 from torch.fx import GraphModule
 
 from zero_compile.fx_graph import calls, output_node
+from zero_compile.passes.effects import assemble_last
 from zero_runtime import ops
 
 
@@ -20,4 +21,5 @@ def schedule_ahead(gm: GraphModule, *, depth: int) -> GraphModule:
     reductions = calls(gm.graph, ops.reduce_scatter_start)
     for reduction, end in zip(reductions, [*reductions[1:], output_node(gm.graph)], strict=False):
         end.prepend(next(iter(reduction.users)))
+    assemble_last(gm.graph)
     return gm

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.fx_graph import calls, output_node, positions
-from zero_compile.passes.effects import channel_of, insert_call
+from zero_compile.passes.effects import assemble_last, channel_of, insert_call
 from zero_compile.planner.costs import kernels_before
 from zero_compile.planner.decide import GraphSchedule
 from zero_runtime import ops
@@ -49,6 +49,7 @@ def _wait_for_reductions(graph: Graph, schedule: GraphSchedule, places: Mapping[
         if order[place] > order[start]:
             place.prepend(wait)
     _wait_before_the_next_starts(graph)
+    assemble_last(graph)
 
 
 def _wait_before_the_next_starts(graph: Graph) -> None:

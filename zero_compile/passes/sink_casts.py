@@ -54,7 +54,7 @@ def _narrow_gathers(gathers: Sequence[Node]) -> None:
     dtype = dtypes.pop()
     for gather in gathers:
         casts = list(gather.users)
-        gather.args = (*gather.args[:2], dtype)
+        gather.args = (*gather.args[:2], dtype, *gather.args[3:])
         gather.meta["val"] = gather.meta["val"].to(dtype)
         for cast in casts:
             cast.replace_all_uses_with(gather)

@@ -4,7 +4,7 @@ Far is measured as DeepSpeed does (``stage3_max_reuse_distance``): by the elemen
 that are gathered between two uses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
@@ -15,20 +15,28 @@ from zero_runtime.plan import BucketPlan
 
 
 def split_distant_uses(
-    gm: GraphModule, *, buckets: Sequence[BucketPlan], distance: int
+    gm: GraphModule,
+    *,
+    buckets: Sequence[BucketPlan],
+    distance: int,
+    tiles: Set[int] = frozenset(),
 ) -> GraphModule:
-    """``distance`` is in elements. Afterwards a bucket may be gathered several times."""
+    """``distance`` is in elements; for buckets that are ``tiles`` it is 0: each use has them alone.
+
+    Afterwards a bucket may be gathered several times.
+    """
     graph = gm.graph
     touches, order = last_touches(graph), positions(graph)
     waits = calls(graph, ops.all_gather_wait)
     places = [(order[w], buckets[bucket_number(w)].padded) for w in waits]
     for wait in waits:
+        most = 0 if bucket_number(wait) in tiles else distance
         uses = sorted(_uses(wait), key=lambda u: order[u[-1]])
         ends = [order[touches[use[-1]]] for use in uses]
         cuts = [
             i + 1
             for i, (one, two) in enumerate(pairwise(uses))
-            if _between(places, max(ends[: i + 1]), order[two[-1]]) > distance
+            if _between(places, max(ends[: i + 1]), order[two[-1]]) > most
         ]
         for low, high in pairwise([*cuts, len(uses)]):
             _gather_again(graph, wait, uses[low:high])

@@ -21,11 +21,17 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    mm_flop,
+    sdpa_backward_flop,
+    sdpa_flop,
+)
 
 from zero_compile.fx_graph import is_delayed, is_view
 from zero_compile.planner.hardware import Hardware, Link
-from zero_runtime import compat, ops
+from zero_runtime import compat, ops, tile_kernels
 from zero_runtime.errors import OptionError, PlanError
 from zero_runtime.plan import Channel
 
@@ -267,7 +273,7 @@ def _is_true_view(node: Node) -> bool:
 
 def _is_bookkeeping(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "zero3":
-        return node.target is not ops.keep  # that one copies
+        return node.target not in (ops.keep, *tile_kernels.COMPUTING)  # those compute
     tensors = [t for n in [*_sources(node), node] for t in _tensors(n.meta.get("val"))]
     return not tensors
 
@@ -439,8 +445,18 @@ def _convolution_backward_flop(
     return forward * (int(output_mask[0]) + int(output_mask[1]))
 
 
+def _logits_flop(before: Any, x: Any, weight: Any, *_: Any, **__: Any) -> sympy.Expr:
+    return mm_flop(x, weight)
+
+
+def _logits_backward_flop(x: Any, weight: Any, *_: Any, **__: Any) -> sympy.Expr:
+    return mm_flop(x, weight)
+
+
 #: Formulas that torch lacks, and one that it has too coarse.
 _FORMULAS = {
+    tile_kernels.logits.overloadpacket: _logits_flop,
+    tile_kernels.logits_backward.overloadpacket: _logits_backward_flop,
     _aten.convolution_backward: _convolution_backward_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,

@@ -159,6 +159,7 @@ _OF_THE_SCHEDULE: dict[Any, Kind] = {
     ops.offload_wait: Kind.SCHEDULE,
     ops.recall_start: Kind.SCHEDULE,
     ops.reload_start: Kind.SCHEDULE,
+    ops.assemble: Kind.SCHEDULE,
     ops.channel: Kind.SCHEDULE,
 }
 

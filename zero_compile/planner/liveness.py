@@ -23,7 +23,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph
 
-from zero_compile.fx_graph import bucket_number, saved_number
+from zero_compile.fx_graph import bucket_number, positions, reloads
 from zero_compile.planner.fusion import Fusion, Index, Kind, copied_inputs, copied_weights, nbytes
 from zero_compile.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime import ops
@@ -219,7 +219,7 @@ class _Builder:
         self._end = len(index.nodes) - 1
         self._values = _by_storage(index, fusion)
         self._copied = copied_inputs(index, fusion.base)
-        self._set_out = _set_out(index)
+        self._set_out = _set_out(index.nodes[0].graph)
 
     def storages(self) -> Iterator[Storage]:
         """All of them, in no particular order."""
@@ -353,10 +353,19 @@ class _Builder:
             size = nbytes(self._index.nodes[wait])
             if bucket is not None:
                 size = reduced_numel(bucket, self._policy.stage) * bucket.torch_dtype.itemsize
-            output = self._fusion.is_output(wait)
+            output = self._fusion.is_output(wait) or self._is_first_of_tile(wait)
             end = self._end if output else wait
             names = (self._index.nodes[wait].name,)
             yield Storage(names, size, Category.GRADIENTS, place, end, end + 1, output=output)
+
+    def _is_first_of_tile(self, wait: int) -> bool:
+        """Whether what arrives is a tile of a gradient that the graph returns; later ones are added to it."""
+        nodes, tile = self._index.nodes, bucket_number(self._index.nodes[wait])
+        for user in self._index.users[wait]:
+            if nodes[user].target is ops.assemble:
+                parts = [p for p in self._index.inputs[user] if _is_wait(self._index, p)]
+                return wait == min(p for p in parts if bucket_number(nodes[p]) == tile)
+        return False
 
     def _reducing_bytes(self, place: int) -> Bytes:
         node = self._index.nodes[place]
@@ -394,15 +403,10 @@ _TAKE_NO_MEMORY = {ops.gather, ops.recall_start, ops.reload_start}
 _NEVER_RUN = {Kind.INPUT, Kind.VIEW, Kind.ABSORBED, Kind.OUTPUT}
 
 
-def _set_out(index: Index) -> dict[int, int]:
+def _set_out(graph: Graph) -> dict[int, int]:
     """Where tensors that come back to the device get their memory, by where they are waited for."""
-    starts, found = {}, {}
-    for place, node in enumerate(index.nodes):
-        if node.target is ops.reload_start:
-            starts[saved_number(node)] = place
-        elif node.target is ops.reload_wait:
-            found[place] = starts.get(saved_number(node), place)
-    return found
+    order = positions(graph)
+    return {order[wait]: order[start] for start, wait in reloads(graph).values()}
 
 
 def _by_storage(index: Index, fusion: Fusion) -> dict[int, list[int]]:
