@@ -123,12 +123,12 @@ class _Lowering(Lowering):
         self, capture: Capture, options: Options, run: Run, residence: Residence | None
     ) -> None:
         super().__init__(capture, options, run)
-        self._residence = residence
+        self._everywhere = residence
 
     def _lay_out(self, gm: GraphModule) -> None:
         super()._lay_out(gm)
-        for bucket in self._capture.buckets if self._residence is not None else ():
-            bucket.plan = replace(bucket.plan, residence=self._residence)
+        for bucket in self._capture.buckets if self._everywhere is not None else ():
+            bucket.plan = replace(bucket.plan, residence=self._everywhere)
 
 
 class _Compiled(Exception):  # noqa: N818

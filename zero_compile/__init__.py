@@ -5,7 +5,23 @@ offers on top looks at a compiled model (what it holds, and the plans it runs), 
 programs written for DeepSpeed: ``initialize`` and the estimates of memory.
 """
 
+from zero_compile.access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from zero_compile.capture import partition
+from zero_compile.construction.init import Init
+from zero_compile.construction.materialize import materialize
 from zero_compile.deepspeed.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -15,11 +31,15 @@ from zero_compile.deepspeed.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zero_compile.deepspeed.start import initialize
+from zero_compile.external import register_external_parameter, unregister_external_parameter
+from zero_compile.gathered import GatheredParameters
 from zero_compile.no_sync import no_sync
 from zero_compile.report import MemoryReport, memory_report, plans, timelines
 from zero_compile.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
+    "GatheredParameters",
+    "Init",
     "MemoryReport",
     "TiledLinear",
     "TiledLinearReturnBias",
@@ -30,9 +50,24 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "initialize",
+    "materialize",
     "memory_report",
     "no_sync",
     "partition",
     "plans",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "timelines",
+    "unregister_external_parameter",
 ]

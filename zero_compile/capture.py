@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import GraphModule, Node
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
 from zero_compile.leaves import find_leaves, hold_leaves
-from zero_compile.offload import offload_of
+from zero_compile.offload import offload_of, refuse_budgets
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.passes.tile_linears import tileable
@@ -91,6 +92,7 @@ class Capture:
         if root is not None:
             find_leaves(root, options.leaf_modules)  # refused before anything changes
         session = _session_for(known, options, stage, group)
+        session.building.finish(parameter_names(root) if root is not None else {})
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
@@ -145,7 +147,7 @@ class Capture:
         gathers = [g for g in _by_first_use(gm) if parameter_number(g) not in self.places]
         self._lay_out_tiled(gathers)
         whole = [g for g in gathers if parameter_number(g) < len(self.entries)]
-        fresh = [g for g in whole if not self.entries[parameter_number(g)].placed]
+        fresh = [g for g in whole if self._wants_bucket(self.entries[parameter_number(g)])]
         uses = [
             _use(number, self.entries[number], narrow_dtype(g))
             for g in fresh
@@ -182,6 +184,10 @@ class Capture:
 
         return run
 
+    def _wants_bucket(self, entry: Entry) -> bool:
+        """Whether a bucket can be chosen for the entry; one of its own, from when it was built, can go."""
+        return not entry.placed or self.session.building.movable(entry)
+
     def _number(self, parameter: int) -> None:
         bucket, slot = self._place(parameter)
         if bucket not in self.buckets:
@@ -190,7 +196,7 @@ class Capture:
 
     def _place(self, number: int) -> Place:
         if number < len(self.entries):
-            return self.entries[number].place
+            return self.entries[number].future_place
         parameter, which = self._tiles[number - len(self.entries)]
         bucket = self.entries[parameter].place.bucket
         assert isinstance(bucket, TiledBucket)
@@ -237,17 +243,42 @@ def _session_for(
     owners = dict.fromkeys(session_of(p) for p in parameters)
     known = [session for session in owners if session is not None]
     group, policy = group or _group(options), _policy(options, stage)
+    sized = all(session.offload.sized for session in known)
     held = [
         Held(p.numel(), dtype_name(p.dtype), p.requires_grad) for p in dict.fromkeys(parameters)
     ]
-    offload = offload_of(options, held, policy, group.world_size)
+    offload = offload_of(options, held if sized else [], policy, group.world_size)
     for session in known:
         _refuse_another_way(session, policy, group, offload)
     if known:
-        return known[0]
+        return _united(known)
     session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
     if isinstance(options.update_in_backward, torch.optim.Optimizer):
         session.updates.meet(HOOKS.offloaded_part(options.update_in_backward))
+    return session
+
+
+def _united(sessions: Sequence[Session]) -> Session:
+    """One session for parts of a model that were built partitioned, each by itself."""
+    first, *rest = sessions
+    for other in rest:
+        if first.offload == other.offload and not (first.plans or other.plans):
+            first.building.absorb(other)
+    return first
+
+
+def build_session(options: Options) -> Session:
+    """A session for a model that is about to be built, whose size is not known yet.
+
+    Raises:
+        OptionError: the options place state by the model's size.
+        GroupError: several ranks were launched and no process group was initialised.
+    """
+    refuse_budgets(options)
+    group, policy = _group(options), _policy(options, Stage.PARAMETERS)
+    offload = replace(offload_of(options, [], policy, group.world_size), sized=False)
+    session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
+    session.building.begin()
     return session
 
 

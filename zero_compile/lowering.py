@@ -237,7 +237,7 @@ class Lowering:
     def _residence(self, entry: Entry) -> Residence:
         """Where the parameter's state lives; until a graph has placed it, where most does."""
         if entry.placed:
-            return entry.place.bucket.plan.residence
+            return entry.future_place.bucket.plan.residence
         return self._capture.session.offload.usual
 
     def _as_bytes(self, elements: int | None) -> int | None:
@@ -256,7 +256,7 @@ def _gradient_outputs(gm: GraphModule, capture: Capture) -> dict[int, Place]:
     outputs = output_node(gm.graph).args[0]
     assert isinstance(outputs, list | tuple)
     return {
-        position: capture.entries[parameter_number(node)].place
+        position: capture.entries[parameter_number(node)].future_place
         for position, node in enumerate(outputs)
         if isinstance(node, Node) and node.target in (ops.reduce, ops.join)
     }

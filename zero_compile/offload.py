@@ -1,5 +1,6 @@
 """DeepSpeed's sections ``offload_param`` and ``offload_optimizer``, and what else says what leaves the device."""
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,6 +147,26 @@ def check_offload(options: "Options", stage: Stage) -> None:
     ):
         raise OptionError(
             "update_in_backward is for optimizers whose state is off the device: give offload_optimizer too"
+        )
+
+
+def refuse_budgets(options: "Options") -> None:
+    """Refuse to place state by the size of a model that is not built yet.
+
+    Raises:
+        OptionError: says what to give instead.
+    """
+    sections = (options.offload_param.device, options.offload_optimizer.device)
+    if _budgeted(options) and sections == ("none", "none"):
+        raise OptionError(
+            "host_memory and nvme_path without sections place state by the model's size, which is not "
+            "known while it is built: say where state lives with offload_param and offload_optimizer"
+        )
+    if options.offload_param.max_in_cpu:
+        warnings.warn(
+            "offload_param: max_in_cpu needs the size of the model, which is not known while it is built: "
+            "all parameters go to NVMe",
+            stacklevel=2,
         )
 
 

@@ -94,7 +94,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         host=storage_bytes(
             [*gradients.host, *states.host, *_held((*weights, *masters), here=False)]
         ),
-        nvme=sum(session.depot.swapped_bytes for session in owners),
+        nvme=sum(depot.swapped_bytes for session in owners for depot in session.depots),
     )
 
 

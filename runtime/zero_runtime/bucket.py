@@ -1,7 +1,7 @@
 """One bucket at run time: this rank's shard, and the transfers that gather and reduce it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -181,6 +181,13 @@ class Bucket:
             transfer.wait()
         self.depot.slots.give(self)
 
+    def discard(self) -> None:
+        """Give up all values: the parameters live elsewhere now."""
+        self.drop_fetch()
+        for shelf in self.shelves:
+            shelf.discard()
+        self.depot.slots.give(self)
+
     # -------------------------------------------------------------- from NVMe and host to the device
 
     def start_read(self) -> None:
@@ -231,6 +238,13 @@ class Bucket:
         if self.has_master and self._masters.used:
             self.local(slot, self._masters.edit()).copy_(part)
 
+    def fill(self, slot: Slot, read: Callable[[torch.Tensor, int], None]) -> None:
+        """Have ``read(target, start)`` fill this rank's elements, from number ``start`` of the slot on."""
+        self.drop_fetch()
+        start = max(0, self.plan.chunk_range(self.group.rank).start - slot.offset)
+        read(self.local(slot, self._own(self._weights.edit())), start)
+        self.put_away()
+
     def part_of(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``whole`` (of the slot's logical shape), flat."""
         first = self.plan.chunk_range(self.group.rank).start - slot.offset
@@ -253,6 +267,13 @@ class Bucket:
         self.local(slot, self._own_part(padded)).copy_(local)
         return padded
 
+    def taken_out(self, slot: Slot, gathered: torch.Tensor) -> torch.Tensor:
+        """As :meth:`whole`, of memory that belongs to nobody else. ``gathered`` is not used afterwards."""
+        whole = self.whole(slot, gathered)
+        if len(self.plan.slots) > 1 or self.group.world_size == 1:
+            return whole.clone()
+        return whole.data
+
     def start_gather(self, dtype: torch.dtype, into: torch.Tensor | None = None) -> Flight:
         """Start gathering the bucket in ``dtype``; it arrives as ``[padded]``, in ``into`` where several
         ranks are given one of that size.
@@ -264,6 +285,38 @@ class Bucket:
         own = self._own_part(gathered)
         own.copy_(shard)
         return Flight(gathered, self._transport.all_gather(gathered, own))
+
+    def gather_beside(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``own`` ``[n]``, values that lie as the slot's elements do (state, say). Collective.
+
+        Returns a tensor of the slot's shape and of ``own``'s dtype, on the bucket's device.
+        """
+        gathered = flat_buffer(self.plan.padded, own.dtype, self.device)
+        part = self._own_part(gathered)
+        self.local(slot, part).copy_(own)
+        self._transport.all_gather(gathered, part).wait()
+        return self.whole(slot, gathered).clone()
+
+    def exact(self, slot: Slot) -> torch.Tensor:
+        """This rank's elements ``[n]`` of the slot, a copy: of the float32 master where there is one."""
+        self.drop_fetch()
+        used = self.has_master and self._masters.used
+        flat = self._masters.read() if used else self.shard
+        found = self.local(slot, flat).clone()
+        self.put_away()
+        return found
+
+    def store_exact(self, slot: Slot, part: torch.Tensor) -> None:
+        """Replace this rank's elements ``[n]``, and their float32 master where the bucket has one."""
+        self.drop_fetch()
+        if self.has_master:
+            fresh = not self._masters.used
+            masters = self._masters.edit()
+            if fresh:
+                masters.copy_(self.shard)
+            self.local(slot, masters).copy_(part)
+        self.local(slot, self._own(self._weights.edit())).copy_(part)
+        self.put_away()
 
     def start_refresh(self) -> Flight:
         """Start gathering every rank's part into :attr:`flat`, in place."""

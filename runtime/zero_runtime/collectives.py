@@ -256,6 +256,32 @@ class Group:
             dist.all_reduce(value, group=self.replicas)
         return value.div_(self.data_ranks)
 
+    def broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
+        """``value`` as the rank ``source`` (of the default group) has it, in place and returned.
+
+        Raises:
+            GroupError: no such rank trains the model.
+        """
+        if self.process_group is None:
+            return value
+        here = dist.get_process_group_ranks(self.process_group)
+        if self.replicas is None and source not in here:
+            raise GroupError(f"rank {source} does not share this model: its ranks are {here}")
+        if source in here:
+            dist.broadcast(value, src=source, group=self.process_group)
+        if self.replicas is not None:
+            dist.broadcast(value, group_src=self._replica_of(source in here), group=self.replicas)
+        return value
+
+    def _replica_of(self, ours: bool) -> int:
+        """Which of the replicas says ``ours``; every rank calls it."""
+        assert self.replicas is not None
+        found = torch.tensor([self.replicas.rank() if ours else -1])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.replicas)
+        if int(found) < 0:
+            raise GroupError("no rank of that number shares this model")
+        return int(found)
+
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of ``value`` over the ranks, in place and returned."""
         return self._all_reduce(value, dist.ReduceOp.SUM)

@@ -6,7 +6,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from zero_runtime.buffers import husk, sum_of_bits
+from zero_runtime.buffers import fingerprint, husk
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.plan import Stage
@@ -21,6 +21,8 @@ class ParameterState(Enum):
     """Still whole, since no graph has used it yet; eager code has its gradient averaged."""
     SHARDED = auto()
     """In a bucket. At stage 3 the user's object holds no memory; before, it is a view of the bucket."""
+    HELD = auto()
+    """In a bucket, and the user's object holds every element: code may change them all."""
     STEPPING = auto()
     """Inside ``optimizer.step()``: the user's object is this rank's flat shard."""
     ASIDE = auto()
@@ -35,8 +37,12 @@ class Entry:
         self.state = ParameterState.CLAIMED
         self._parameter = weakref.ref(parameter)
         self._place: Place | None = None
+        self.destination: Place | None = None
+        """Where the elements go once the graph under compilation is there; None: they stay."""
         self.initial_bits = 0
-        """Sum of the value's bits when it was partitioned: equal on ranks that built the same model."""
+        """Digest of what the value was when it was partitioned: equal on ranks that built the same model."""
+        self._noted: int | None = None
+        self._marked = 0
         self._home: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
 
@@ -66,6 +72,11 @@ class Entry:
         self._place = place
 
     @property
+    def future_place(self) -> Place:
+        """Where a graph that is being compiled will find the elements."""
+        return self.place if self.destination is None else self.destination
+
+    @property
     def whole(self) -> bool:
         """Whether the user's object holds every element."""
         if self.state is ParameterState.SHARDED:
@@ -85,7 +96,7 @@ class Entry:
             return
         parameter.__class__ = nn.Parameter
         gradient, parameter.grad = parameter.grad, None
-        self.initial_bits = sum_of_bits(parameter.detach())
+        self.initial_bits = fingerprint(parameter.detach())
         self._home = self._moved_into_bucket(parameter)
         parameter.data = self._home
         parameter.__class__ = kind
@@ -93,6 +104,91 @@ class Entry:
         self._widen_gradient(parameter)
         if gradient is not None:
             parameter.grad = self._as_kept(gradient)
+
+    def hollow(self, kind: type[nn.Parameter]) -> torch.Tensor:
+        """Make a placed parameter a ``kind`` without memory. Returns its value, for the caller to store."""
+        parameter = self.parameter
+        assert parameter is not None
+        parameter.__class__ = nn.Parameter
+        gradient, parameter.grad = parameter.grad, None
+        whole: torch.Tensor = parameter.data
+        self._home = husk(parameter)
+        parameter.data = self._home
+        parameter.__class__ = kind
+        self.state = ParameterState.SHARDED
+        self._widen_gradient(parameter)
+        if gradient is not None:
+            parameter.grad = self._as_kept(gradient)
+        return whole
+
+    def rehouse(self, whole: torch.Tensor) -> None:
+        """Make a partitioned parameter an ordinary one with the value ``whole``, in no bucket."""
+        parameter = self.parameter
+        assert parameter is not None
+        parameter.__class__ = nn.Parameter
+        parameter.grad = None
+        parameter.data = whole
+        self._place, self._home = None, None
+        self.state = ParameterState.CLAIMED
+
+    def arrive(self) -> None:
+        """The elements are where they were to go."""
+        assert self.destination is not None
+        self.place, self.destination = self.destination, None
+
+    def hold(self, whole: torch.Tensor) -> None:
+        """Give the user's object ``whole``, the value that the bucket has."""
+        self._swap(whole)
+        self.state = ParameterState.HELD
+        self.mark()
+
+    def mark(self) -> None:
+        """The bucket has the value that the user's object holds."""
+        self._marked = self._version
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a parameter that is held was changed since, as far as its version counter shows."""
+        return self.state is ParameterState.HELD and self._version != self._marked
+
+    @property
+    def _version(self) -> int:
+        parameter = self.parameter
+        return 0 if parameter is None else parameter._version
+
+    def let_go(self) -> None:
+        """The inverse of :meth:`hold`; the bucket's value counts."""
+        if self.parameter is not None:
+            assert self._home is not None
+            self._swap(self._home)
+        self.state = ParameterState.SHARDED
+
+    def _swap(self, memory: torch.Tensor) -> None:
+        parameter = self.parameter
+        assert parameter is not None
+        kind = type(parameter)
+        parameter.__class__ = nn.Parameter
+        parameter.data = memory
+        parameter.__class__ = kind
+
+    def begin_values(self) -> None:
+        """What the value was does not matter any more: all of it is about to be written."""
+        self.initial_bits, self._noted = 0, None
+
+    def note_value(self, whole: torch.Tensor) -> None:
+        """The value is ``whole`` now, by way of what it was: both go into :attr:`initial_bits`."""
+        self.note_digest(fingerprint(whole))
+
+    def note_digest(self, digest: int) -> None:
+        """As :meth:`note_value`, given a digest of the value that all ranks can have."""
+        if digest != self._noted:
+            self.initial_bits = (31 * self.initial_bits + digest) % (1 << 64)
+            self._noted = digest
+
+    @property
+    def noted(self) -> bool:
+        """Whether any value was noted."""
+        return self._noted is not None
 
     def _widen_gradient(self, parameter: nn.Parameter) -> None:
         """Have autograd accept gradients of another dtype, where the bucket's differ from its elements."""
@@ -108,6 +204,14 @@ class Entry:
         home = bucket.whole(slot, bucket.flat)
         home.copy_(parameter.detach())
         return home
+
+    def set_gradient(self, part: torch.Tensor) -> None:
+        """The gradient becomes one whose elements ``[n]`` on this rank are ``part``."""
+        parameter, (bucket, _) = self.parameter, self.place
+        assert parameter is not None
+        own = part.to(bucket.plan.torch_dtype, copy=True)
+        own = bucket.evict(own).land() if bucket.evicts else own.to(bucket.device)
+        parameter.grad = ShardedGradient(own, self.place, bucket.gradient_dtype)
 
     def _as_kept(self, gradient: torch.Tensor) -> torch.Tensor:
         """A whole gradient in the form in which the stage keeps gradients."""

@@ -75,6 +75,7 @@ class Executor:
         self.session.end_step()
         self.session.finish_refresh()
         self.session.lent.settle()
+        self.session.refuse_ahead()
         self._agree()
         self._cursor, self._gathered = 0, 0
         if self.plan.phase is Phase.FORWARD:

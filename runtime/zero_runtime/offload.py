@@ -37,6 +37,8 @@ class Offload:
     in_backward: bool = False
     """Whether a bucket is updated as soon as backward has reduced its gradient."""
     aio: AioConfig = field(default_factory=AioConfig)
+    sized: bool = True
+    """Whether the size of the model was known; if not, shares do not follow from it."""
 
     @property
     def what(self) -> str:

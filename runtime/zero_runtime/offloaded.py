@@ -170,6 +170,20 @@ class OffloadedOptimizer:
         assert optimizer is not None
         return optimizer
 
+    # -------------------------------------------------------------- state of one parameter
+
+    def read_state(self, entry: Entry, name: str) -> torch.Tensor | None:
+        """A copy of this rank's elements ``[n]`` of one state; None where it is not kept here."""
+        self.join()
+        part = self._parts.get(entry.place.bucket)
+        return None if part is None else part.read(entry, name)
+
+    def write_state(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
+        """Replace this rank's elements ``[n]`` of one state; whether it is kept here."""
+        self.join()
+        part = self._parts.get(entry.place.bucket)
+        return part is not None and part.write(entry, name, value)
+
     # -------------------------------------------------------------- optimizer.state_dict()
 
     def _show(self, *_: object) -> None:

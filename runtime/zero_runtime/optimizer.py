@@ -117,6 +117,7 @@ class StepHooks:
         self._handles: list[Any] = []
         self._inspect: Callable[[torch.optim.Optimizer], None] | None = None
         self._inspected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedOptimizer]
         self._offloaded = weakref.WeakKeyDictionary()
 
@@ -141,6 +142,7 @@ class StepHooks:
         closure = _closure_of(args, kwargs)
         if closure is None and not any(True for _ in _partitioned(optimizer)):
             return None
+        self._seen.add(optimizer)
         stepping = _Stepping(optimizer, self.offloaded)
         stepping.begin()
         self._under_way.append(stepping)
@@ -160,6 +162,17 @@ class StepHooks:
         if optimizer not in self._offloaded:
             self._offloaded[optimizer] = OffloadedOptimizer(optimizer)
         return self._offloaded[optimizer]
+
+    def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
+        """An optimizer that has stepped on the parameter; None if none has."""
+        for optimizer in self._seen:
+            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+                return optimizer
+        return None
+
+    def offloaded_state(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer | None:
+        """The optimizer's part off the device; None if it has none yet."""
+        return self._offloaded.get(optimizer)
 
     @outside_dynamo
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -236,12 +249,12 @@ def _cut_state(optimizer: torch.optim.Optimizer, session: Session, parameter: nn
     part = (len(bucket.plan.owned(slot, bucket.group.rank)),)
     for key, value in state.items():
         whole = isinstance(value, torch.Tensor) and value.shape == slot.shape != part
-        if whole and key not in _SCALARS:
+        if whole and key not in SCALARS:
             state[key] = bucket.part_of(slot, value).clone()
 
 
 #: State of stock optimizers that is one number a parameter, whatever the parameter's shape.
-_SCALARS = {"step", "mu_product", "eta", "mu"}
+SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

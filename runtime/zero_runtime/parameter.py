@@ -54,8 +54,11 @@ class ShardedParameter(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(self.session.gather_whole(self), self.requires_grad)
+        session = self.session
+        copied = nn.Parameter(session.gather_whole(self), self.requires_grad)
         memo[id(self)] = copied
+        if session.building.taking:
+            session.building.take(session.entry(self).name, copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -84,6 +87,8 @@ class _GatherOnce(torch.autograd.Function):
         ctx.session, ctx.entry = parameter.session, parameter.session.entry(parameter)
         if ctx.entry.whole:
             return as_plain(parameter).view_as(parameter)
+        if parameter.session.building.active:
+            return parameter.session.building.working_copy(parameter).detach()
         return parameter.session.gather_whole(parameter)
 
     @staticmethod
@@ -100,12 +105,13 @@ def _for_one_operation(
     kwargs = kwargs or {}
     if func in _METADATA:
         return _plain(func, args, kwargs)
-    for session in {p.session for p in _parameters((args, kwargs))}:
-        session.lent.settle()
-    if all(p.session.entry(p).whole for p in _parameters((args, kwargs))):
+    used = {p.session.entry(p): p for p in _parameters((args, kwargs))}
+    for session in {p.session for p in used.values()}:
+        session.lent.settle(but=used)
+    if all(entry.whole for entry in used):
         return _on_whole(func, args, kwargs)
     if func == _DATA_GET:
-        raise UnsupportedError(_DATA_ADVICE)
+        return _data(args[0])
     if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
     _warn_once_per_place(func, (args, kwargs))
@@ -118,9 +124,17 @@ def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> 
     replace = lambda x: copies[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
     results = _plain(func, *pytree.tree_map(replace, (args, kwargs)))
     for parameter, whole in copies.items():
-        if aliases(whole, results):
+        if not parameter.session.building.active and aliases(whole, results):
             parameter.session.lent.lend(parameter.session.entry(parameter), whole)
     return results
+
+
+def _data(parameter: ShardedParameter) -> torch.Tensor:
+    """``parameter.data``: while the model is built, a copy whose changes are put back."""
+    if not parameter.session.building.active:
+        raise UnsupportedError(_DATA_ADVICE)
+    with torch.no_grad():
+        return parameter.session.building.data(parameter)
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -157,7 +171,11 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     target = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(target, ShardedParameter):
         return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
+    building = target.session.building
     if func == _DATA_SET:
+        alike = _same_kind(target, args[1]) and target.stride() == args[1].stride()
+        if building.active and not alike:
+            return building.replace(target, _gathered(args[1]).detach())
         _refuse_conversion(target, args[1])
         func = torch.Tensor.copy_
     elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
@@ -166,9 +184,19 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             "Put it under torch.no_grad()."
         )
     with torch.no_grad():
+        others = lambda x: x if x is target else _gathered(x)  # noqa: E731
+        operands = pytree.tree_map(others, (args, kwargs))
+
+        def change(whole: torch.Tensor) -> None:
+            replace = lambda x: whole if x is target else x  # noqa: E731
+            _plain(func, *pytree.tree_map(replace, operands))
+
+        if building.active and not target.session.entry(target).whole:
+            once = sum(x is target for x in pytree.tree_leaves(operands)) == 1
+            building.edit(target, change, anew=once and _overwrites(func))
+            return target
         whole = target.session.gather_whole(target)
-        replace = lambda x: whole if x is target else _gathered(x)  # noqa: E731
-        _plain(func, *pytree.tree_map(replace, (args, kwargs)))
+        change(whole)
         target.session.store_whole(target, whole)
     return target
 
@@ -183,9 +211,14 @@ def _needs_no_grad(func: Callable[..., Any]) -> bool:
     return getattr(func, "__module__", None) != "torch.nn.init"
 
 
+def _same_kind(target: torch.Tensor, value: torch.Tensor) -> bool:
+    kinds = [(t.dtype, t.device, t.shape) for t in (target, value)]
+    return kinds[0] == kinds[1]
+
+
 def _refuse_conversion(target: ShardedParameter, value: torch.Tensor) -> None:
     """``model.half()``, ``model.to(device)`` and the like end here, one parameter at a time."""
-    if (value.dtype, value.device, value.shape) == (target.dtype, target.device, target.shape):
+    if _same_kind(target, value):
         return
     name = target.session.entry(target).name
     raise UnsupportedError(
@@ -200,9 +233,24 @@ def _writes_first(func: Callable[..., Any]) -> bool:
     return name in ("__setitem__", "set_") or (name.endswith("_") and not name.endswith("__"))
 
 
+def _overwrites(func: Callable[..., Any]) -> bool:
+    """Whether an in-place operation writes every element and reads none."""
+    return getattr(func, "__name__", "") in _OVERWRITING
+
+
+#: In-place operations of tensors, and functions of ``torch.nn.init`` that ask for our leave.
+_DRAWING = "normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_ bernoulli_ "
+_OVERWRITING = frozenset(f"{_DRAWING} zero_ fill_ copy_ constant_ kaiming_uniform_".split())
+
+
 def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
-    """The session remembers the places: Python's own record is lost whenever a filter changes."""
+    """The session remembers the places: Python's own record is lost whenever a filter changes.
+
+    While a model is built there is no graph to move the operation to.
+    """
     parameter = _parameters(operands)[0]
+    if parameter.session.building.active:
+        return
     place = _user_line(sys._getframe(1))
     if place in parameter.session.warned:
         return
@@ -248,7 +296,7 @@ def _metadata() -> set[Any]:
     methods += (
         "is_complex is_signed get_device storage_offset untyped_storage type __hash__ __len__ "
     )
-    methods += "requires_grad_ register_hook register_post_accumulate_grad_hook data_ptr is_shared is_inference "
+    methods += "new requires_grad_ register_hook register_post_accumulate_grad_hook data_ptr is_shared is_inference "
     methods += "_is_view is_pinned retain_grad is_conj is_neg _use_count has_names backward __dir__"
     tensor = torch.Tensor
     found: set[Any] = {torch.autograd.grad, torch.autograd.backward}

@@ -44,6 +44,12 @@ class Part(Protocol):
     def update(self, works: Sequence[Work], unscale: float) -> None:
         """The update, in place; gradients count times ``unscale``."""
 
+    def read(self, entry: Entry, name: str) -> torch.Tensor | None:
+        """A copy of this rank's elements ``[n]`` of one parameter's state; None where there is none."""
+
+    def write(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
+        """Replace them; whether there are any."""
+
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Put one parameter's whole state into ``optimizer.state``."""
 
@@ -164,6 +170,21 @@ class KernelPart:
             work.state["step"].fill_(step)
         return _Span(owned.start, owned.stop, work.gradient, step, work.group)
 
+    def read(self, entry: Entry, name: str) -> torch.Tensor | None:
+        """The parameter's part of the flat state."""
+        shelf = self._shelves.get(name)
+        if shelf is None or not self._steps.get(entry.place.slot):
+            return None
+        return _copy_of(self._bucket.local(entry.place.slot, shelf.read()), shelf)
+
+    def write(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
+        """Into the flat state, of which what is shown is a view."""
+        shelf = self._shelves.get(name)
+        if shelf is not None:
+            self._bucket.local(entry.place.slot, shelf.edit()).copy_(value)
+            shelf.put_away().wait()
+        return shelf is not None
+
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe; the rest is there already, as views of the flat state."""
         slot = entry.place.slot
@@ -190,6 +211,13 @@ def _join(before: _Span | None, span: _Span) -> _Span | None:
         return None
     gradient = first.as_strided((span.stop - before.start,), (1,))
     return _Span(before.start, span.stop, gradient, span.step, span.group)
+
+
+def _copy_of(values: torch.Tensor, shelf: Shelf) -> torch.Tensor:
+    """What was read, once the shelf's memory may go."""
+    copy = values.clone()
+    shelf.put_away().wait()
+    return copy
 
 
 def _only(group: dict[str, Any], members: set[int]) -> dict[str, Any]:
@@ -258,6 +286,19 @@ class StockPart:
         for (slot, name), shelf in self._shelves.items():
             if slot is entry.place.slot:
                 state[name] = shelf.edit()
+
+    def read(self, entry: Entry, name: str) -> torch.Tensor | None:
+        """From the state's shelf."""
+        shelf = self._shelves.get((entry.place.slot, name))
+        return None if shelf is None else _copy_of(shelf.read(), shelf)
+
+    def write(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
+        """Onto the state's shelf."""
+        shelf = self._shelves.get((entry.place.slot, name))
+        if shelf is not None:
+            shelf.edit().copy_(value)
+            shelf.put_away().wait()
+        return shelf is not None
 
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe."""

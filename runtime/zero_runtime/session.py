@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,11 +11,12 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket, Flight, refuse_sparse
+from zero_runtime.building import Building
 from zero_runtime.carried import Carried
 from zero_runtime.collectives import Group
 from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
-from zero_runtime.errors import UnsupportedError
+from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.gradient import Place, ShardedGradient
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
@@ -52,6 +53,8 @@ class Session:
         self.depot = Depot(offload)
         self.saved = SavedStore(self.depot)
         """What forwards have sent off the device for their backwards."""
+        self.depots = [self.depot]
+        """Its own, and those of sessions that it has absorbed."""
         self._residences = Residences(offload)
         self.updates = Updates(offload.in_backward)
         """Buckets that are updated inside backward."""
@@ -73,12 +76,17 @@ class Session:
         """Buckets gathered, or on their way, between two graphs."""
         self.opening: Sequence[tuple[Bucket, torch.dtype]] = ()
         """The first gathers of the forward that ran last."""
-        self._steps = 0
+        self.steps = 0
+        """Optimizer steps done."""
         self.lent = Lent(self._store)
         """Copies handed to eager code, which may write to them."""
         self._rescued: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepping = False
         self._refreshing: list[Flight] = []
+        self.building = Building(self)
+        """What partitions the model while it is built."""
+        self.holdings: dict[Entry, list[Any]] = {}
+        """Entries whose parameters are held whole, and by which blocks, outermost first."""
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
         self._class = class_for(self)
 
@@ -117,14 +125,24 @@ class Session:
         return Bucket(placed, self.group, self.policy, self.depot)
 
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
-        """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`."""
+        """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`.
+
+        Those that are placed already must be :meth:`Building.movable`.
+        """
         self.buckets.append(bucket)
         for entry, slot in zip(entries, bucket.plan.slots, strict=True):
-            entry.place = Place(bucket, slot)
+            if entry.placed:
+                entry.destination = Place(bucket, slot)
+            else:
+                entry.place = Place(bucket, slot)
 
     @torch.no_grad()
     def partition(self) -> None:
-        """Keep this rank's part of every placed parameter and free the rest."""
+        """Keep this rank's part of every placed parameter and free the rest.
+
+        Collective where parameters were partitioned one by one while the model was built: they move.
+        """
+        self.building.move()
         members: dict[Bucket, list[Entry]] = {}
         for entry in self.entries:
             if entry.placed:
@@ -133,6 +151,19 @@ class Session:
             for entry in entries:
                 entry.shard(self._class)
             bucket.put_away()
+
+    def hollow(self, entry: Entry) -> torch.Tensor:
+        """Free a placed parameter's memory. Returns its value, which nothing else holds then."""
+        return entry.hollow(self._class)
+
+    def adopt_entries(self, entries: Sequence[Entry]) -> None:
+        """Entries of another session become this one's."""
+        for entry in entries:
+            parameter = entry.parameter
+            if parameter is not None:
+                parameter.__class__ = self._class
+                self._by_parameter[parameter] = entry
+                self.entries.append(entry)
 
     def guard(self, entries: Iterable[Entry]) -> None:
         """Watch over parameters outside the graph: eager code that trains them has them averaged."""
@@ -149,15 +180,17 @@ class Session:
 
     def settle(self) -> None:
         """Before a step: reduce what was put off, partition what no graph has used."""
-        self.lent.settle()
+        self.building.finish({})
         for bucket in self.buckets:
             if bucket.waiting:
                 self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         self.place(rest)
-        if rest:
+        if rest or self.building.moving():
             self.partition()
-            fresh = list(dict.fromkeys(e.place.bucket for e in rest))
+        fresh = list(dict.fromkeys(e.place.bucket for e in rest))
+        fresh += [bucket for bucket in self.building.unseen() if bucket not in fresh]
+        if fresh:
             values = self.initial_values(fresh)
             for bucket in fresh:
                 bucket.compared = True
@@ -165,7 +198,7 @@ class Session:
 
     def _reduce_waiting(self, bucket: Bucket) -> None:
         waiting = set(bucket.waiting)
-        self._agree(f"a reduction that no_sync put off, bucket {bucket.serial}")
+        self.agree(f"a reduction that no_sync put off, bucket {bucket.serial}")
         shard = bucket.reduce([], [])
         for entry in self.entries:
             parameter = entry.parameter
@@ -188,12 +221,30 @@ class Session:
 
     def _freeze(self) -> None:
         """Values are about to change: nothing gathered or fetched stays."""
+        for entry in self.holdings:
+            raise ZeroError(
+                f"optimizer.step() inside a block that holds {entry.name} whole: leave the block of "
+                "GatheredParameters first"
+            )
         self.finish_refresh()
         self.carried.drop()
         if self.offload.active:
             for bucket in self.buckets:
                 bucket.drop_fetch()
         self._stepping = True
+
+    def refuse_ahead(self) -> None:
+        """Raise if a graph would not see a change that was made to a parameter that is held whole.
+
+        Raises:
+            ZeroError: names the parameter.
+        """
+        for entry in self.holdings:
+            if entry.ahead:
+                raise ZeroError(
+                    f"{entry.name} was changed inside a block that holds it whole, and a compiled graph "
+                    "would not see that: leave the block of GatheredParameters first"
+                )
 
     def end_step(self) -> None:
         """Bring back every parameter that is still a shard (also after an exception inside ``step()``)."""
@@ -211,7 +262,7 @@ class Session:
 
         At stages 1 and 2 those of all that was updated, at stage 3 those that open the next forward.
         """
-        self._steps += 1
+        self.steps += 1
         self.updates.reset()
         if self.stage is Stage.PARAMETERS:
             self._open_next_forward()
@@ -227,7 +278,7 @@ class Session:
 
     def state(self, buckets: Sequence[Bucket]) -> list[str]:
         """What ranks must have in common beside the plan, a line each: steps done, buckets at hand."""
-        lines = [f"after {self._steps} optimizer steps"] if self._steps else []
+        lines = [f"after {self.steps} optimizer steps"] if self.steps else []
         held = [f"{b.serial} in {dtype}" for b, dtype in self.carried if b in buckets]
         return [*lines, f"with buckets {', '.join(held)} at hand"] if held else lines
 
@@ -243,21 +294,28 @@ class Session:
     @torch.no_grad()
     def gather_whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a plain tensor of the logical shape. Collective once partitioned."""
+        entry = self.entry(parameter)
+        at_hand = self.lent.at_hand(entry)
+        if at_hand is not None:
+            return at_hand.detach().clone()
         self.lent.settle()
-        if self.entry(parameter).whole:
+        if entry.whole:
             return as_plain(parameter).detach().clone()
-        bucket, slot = self.entry(parameter).place
-        self._agree(
-            f"a gather of {slot.name} for code that is not compiled, bucket {bucket.serial}"
-        )
-        return bucket.whole(slot, bucket.start_gather(bucket.plan.torch_dtype).land()).clone()
+        bucket, slot = entry.place
+        self.agree(f"a gather of {slot.name} for code that is not compiled, bucket {bucket.serial}")
+        return bucket.taken_out(slot, bucket.start_gather(bucket.plan.torch_dtype).land())
+
+    def put(self, entry: Entry, whole: torch.Tensor) -> None:
+        """Replace a placed parameter's value in its bucket, whatever the user's object holds."""
+        self.lent.forget(entry)
+        self._store(entry, whole)
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
         """Replace the parameter's value by ``whole``, of which each rank keeps its part. Not collective."""
         if self.entry(parameter).whole:
             as_plain(parameter).detach().copy_(whole)
             return
-        self._store(self.entry(parameter), whole)
+        self.put(self.entry(parameter), whole)
 
     @torch.no_grad()
     def _store(self, entry: Entry, whole: torch.Tensor) -> None:
@@ -265,6 +323,8 @@ class Session:
         self.carried.drop()
         bucket.store(slot, whole)
         bucket.put_away()
+        if not bucket.compared:
+            entry.note_value(whole)
 
     def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
         """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective.
@@ -277,13 +337,13 @@ class Session:
         refuse_sparse(entry.name, gradient)
         self._refuse_late(entry)
         if not entry.placed or self.stage is Stage.OPTIMIZER:
-            self._agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
+            self.agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             return self.group.average(gradient.clone())
         bucket, slot = entry.place
         if not self.synchronise:
             bucket.keep_whole([slot], [gradient])
             return None
-        self._agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
+        self.agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         return self.reduced_gradient(entry.place, bucket.reduce([slot], [gradient]))
 
     def _refuse_late(self, entry: Entry) -> None:
@@ -296,7 +356,7 @@ class Session:
     @torch.no_grad()
     def gather_buckets(self, buckets: Sequence[Bucket], what: str) -> list[torch.Tensor]:
         """Whole buckets, ``[padded]`` each, for ``what``. Collective."""
-        self._agree(f"a gather of {what}, buckets {[b.serial for b in buckets]}")
+        self.agree(f"a gather of {what}, buckets {[b.serial for b in buckets]}")
         flights = [bucket.start_gather(bucket.plan.torch_dtype) for bucket in buckets]
         return [flight.land() for flight in flights]
 
@@ -310,7 +370,7 @@ class Session:
             members.setdefault(entry.place.bucket, []).append(number)
         averaged: list[torch.Tensor | None] = [None] * len(entries)
         if self.synchronise:
-            self._agree(f"a reduction of {what}, buckets {[b.serial for b in members]}")
+            self.agree(f"a reduction of {what}, buckets {[b.serial for b in members]}")
         for bucket, numbers in members.items():
             slots = [entries[n].place.slot for n in numbers]
             whole = [gradients[n] for n in numbers]
@@ -330,8 +390,8 @@ class Session:
         return ShardedGradient(bucket.local(slot, reduced), place, bucket.gradient_dtype)
 
     def place(self, entries: Sequence[Entry]) -> None:
-        """Give entries that no bucket holds yet buckets of their own."""
-        rest = [e for e in entries if not e.placed]
+        """Give entries that no bucket holds yet, or only one of before the model was built, common buckets."""
+        rest = [e for e in entries if not e.placed or self.building.movable(e)]
         for plan, members in self._lay_out(rest, self.group.world_size):
             self.adopt(self.bucket(plan), members)
 
@@ -344,7 +404,12 @@ class Session:
             if e.placed and e.place.bucket in homes
         ]
 
-    def _agree(self, what: str) -> None:
+    def agree(self, what: str) -> None:
+        """Compare with the other ranks that ``what`` is what comes next.
+
+        Raises:
+            DivergenceError: they are about to do something else.
+        """
         self.group.agreement.check(digest_of([what]), lambda: [what], new=False)
 
     def gathered_bytes(self) -> GatheredBytes:

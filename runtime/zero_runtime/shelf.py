@@ -116,6 +116,14 @@ class Shelf:
         self._tensor, self._changed, self._state = None, False, Whereabouts.AWAY
         return done
 
+    def discard(self) -> None:
+        """Give up the values, and the memory and the extent that hold them: as if never used."""
+        self._settle()
+        if self._stored:
+            self._depot.swap.free(self.name)
+        self._tensor, self._state = None, Whereabouts.EMPTY
+        self._changed = self._stored = False
+
     def _settle(self) -> None:
         if self._reading is not None:
             reading, self._reading = self._reading, None

@@ -1,0 +1,1 @@
+"""Models that are built partitioned: no rank ever holds more of them than one whole parameter."""
