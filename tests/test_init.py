@@ -353,6 +353,21 @@ def test_of_nested_blocks_the_innermost_counts() -> None:
     assert second.weight.dtype is torch.bfloat16
 
 
+def test_a_block_can_be_entered_again_also_after_a_graph() -> None:
+    init = zero_compile.Init()
+    with init:
+        first = nn.Linear(3, 3)
+    with init, init:
+        second = nn.Linear(3, 3)
+    assert session_of(first.weight) is session_of(second.weight)
+    torch.compile(first, backend="zero3")(torch.ones(1, 3))
+    with init:
+        third = nn.Linear(3, 3)
+        third.weight.data.fill_(2.0)
+    assert bool((third.weight == 2.0).all())
+    assert session_of(third.weight) is not session_of(first.weight)
+
+
 def _joined() -> float:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(2, 2))

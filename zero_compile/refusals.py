@@ -45,7 +45,7 @@ def refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise UnsupportedError(
             f"{name} is on the meta device and has no values to train. Materialise the model first: "
-            "model.to_empty(device=...), then initialise or load its weights."
+            "zero_compile.materialize(model), or model.to_empty(device=...) and then its weights."
         )
     if parameter.layout is not torch.strided:
         raise UnsupportedError(f"{name} has layout {parameter.layout}; only strided parameters.")

@@ -194,7 +194,8 @@ class States:
         if dtype is None:
             return None
         if name in SCALARS:
-            return session.group.max(torch.zeros((), dtype=dtype) if own is None else own)
+            number = torch.zeros((), dtype=dtype) if own is None else own
+            return session.group.max(number.to(entry.place.bucket.device)).to(number.device)
         empty = torch.empty(0, dtype=dtype)
         return _gathered(session, entry, empty if own is None else own, f"state {name}")
 

@@ -270,13 +270,14 @@ class Group:
         if source in here:
             dist.broadcast(value, src=source, group=self.process_group)
         if self.replicas is not None:
-            dist.broadcast(value, group_src=self._replica_of(source in here), group=self.replicas)
+            first = self._replica_of(source in here, value.device)
+            dist.broadcast(value, group_src=first, group=self.replicas)
         return value
 
-    def _replica_of(self, ours: bool) -> int:
+    def _replica_of(self, ours: bool, device: torch.device) -> int:
         """Which of the replicas says ``ours``; every rank calls it."""
         assert self.replicas is not None
-        found = torch.tensor([self.replicas.rank() if ours else -1])
+        found = torch.tensor([self.replicas.rank() if ours else -1], device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.replicas)
         if int(found) < 0:
             raise GroupError("no rank of that number shares this model")

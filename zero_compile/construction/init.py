@@ -116,8 +116,8 @@ class Init:
             self._partition(module)
 
     def __enter__(self) -> Self:
-        if self._enabled and self._session is None:
-            self._session = build_session(self._options)
+        if self._enabled and (self._session is None or not self._building.active):
+            self._session = build_session(self._options)  # a graph ends what one session builds
         self._tokens.append(_innermost.set(self if self._enabled else None))
         if self._enabled and not self._handles:
             self._building.taking = True
