@@ -42,3 +42,9 @@ def test_order_and_every_bit_count(dtype: torch.dtype) -> None:
     changed[3, 5] = 1 - changed[3, 5] if dtype is not torch.bool else ~changed[3, 5]
     assert found != fingerprint(changed)
     assert fingerprint(values.t()) == found  # it lies in memory as before
+
+
+def test_gaps_between_elements_count_for_nothing() -> None:
+    spread = torch.randn(6, 12)[:, ::2]
+    assert fingerprint(spread) == fingerprint(spread.clone())
+    assert fingerprint(torch.randn(12)[::2].view(3, 2)) >= 0

@@ -72,7 +72,8 @@ _FACTOR = 6364136223846793005
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return in_memory_order(real.detach(), real.stride()).view(torch.uint8)
+    # A tensor with gaps is flat, but not dense, in its memory order.
+    return in_memory_order(real.detach(), real.stride()).contiguous().view(torch.uint8)
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
