@@ -35,8 +35,9 @@ $(VENV)/.installed: pyproject.toml setup.py $(CSRC)
 demo: install
 	$(TORCHRUN) examples/demo.py --time-budget 60 --output runs/demo
 
+# A file a process, since processes of ranks are kept from test to test.
 test: install browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The browser that the tests of the page drive; where it cannot be installed they are skipped.
 browser:
