@@ -487,7 +487,11 @@ def test_parameters_that_no_graph_uses_are_compared_too() -> None:
         ({"remote_device": "nvme"}, OptionError, "nvme_path"),
         ({"dtype": torch.int32}, OptionError, "floating point"),
         ({"zero_quantized_weights": True}, UnsupportedError, "zero_quantized_weights"),
-        ({"zero_param_parallel_group": "of another program"}, UnsupportedError, "mesh of two dimensions"),
+        (
+            {"zero_param_parallel_group": "of another program"},
+            UnsupportedError,
+            "mesh of two dimensions",
+        ),
         ({"config": {"zero_optimization": {"stage": 2}}}, UnsupportedError, "stage 2"),
         ({"config": {}, "config_dict_or_path": {}}, OptionError, "give one of them"),
         ({"config": "/nowhere.json"}, OptionError, "/nowhere.json"),

@@ -3,9 +3,7 @@
 from typing import Any
 
 import pytest
-from torch import nn
 
-import zero_compile
 from zero_compile.offload import check_offload, offload_of
 from zero_compile.options import parse
 from zero_compile.planner.budget import Held
@@ -164,44 +162,3 @@ def test_a_wrong_option_says_what_and_where(options: dict[str, Any], message: st
 def test_parameters_are_offloaded_at_stage_3_only(stage: Stage) -> None:
     with pytest.raises(OptionError, match='offload_param needs backend="zero3"'):
         check_offload(parse({"offload_param": {"device": "cpu"}}), stage)
-
-
-# ------------------------------------------------------------------------------ activations
-
-
-def test_true_means_the_host_and_false_nothing() -> None:
-    assert parse({"offload_activations": True}).offload_activations.device == "cpu"
-    assert parse({"offload_activations": False}) == parse({})
-    assert parse({"offload_activations": {"device": "cpu", "min_bytes": 1e6}}).offload_activations
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1, r"option 'offload_activations': .*\(got 1\)"),
-        ("cpu", r"option 'offload_activations': .*\(got 'cpu'\)"),
-        ({"device": "disk"}, r"'offload_activations\.device': .*'none', 'cpu' or 'nvme'"),
-        ({"device": "cpu", "min_bytes": -1}, r"'offload_activations\.min_bytes': .*\(got -1\)"),
-        ({"device": "cpu", "min_byte": 1}, r"'offload_activations\.min_byte': Extra inputs"),
-    ],
-)
-def test_a_wrong_section_for_activations_is_an_error_that_names_the_key(
-    value: Any, message: str
-) -> None:
-    with pytest.raises(OptionError, match=message):
-        parse({"offload_activations": value})
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"device": "nvme"}, "offload_activations says device 'nvme' and no folder"),
-        (
-            {"device": "cpu", "nvme_path": "/tmp"},
-            "offload_activations has an nvme_path and device 'cpu': say device 'nvme'",
-        ),
-    ],
-)
-def test_activations_on_nvme_need_a_folder(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        zero_compile.partition(nn.Linear(4, 4), {"offload_activations": section})
