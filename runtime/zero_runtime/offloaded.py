@@ -41,6 +41,7 @@ class OffloadedOptimizer:
         self._optimizer = weakref.ref(optimizer)
         self._recipe = recipe_for(optimizer)
         self._members: list[Member] = []
+        self._by_bucket: dict[Bucket, list[Member]] = {}
         self._parts: dict[Bucket, Part] = {}
         self._stream: Stream | None = None
         optimizer.register_state_dict_pre_hook(ModuleHook(self._show))
@@ -56,6 +57,9 @@ class OffloadedOptimizer:
             if (session := session_of(parameter)) is not None
         ]
         self._members = [m for m in self._members if m.entry.placed and self.takes(m.bucket)]
+        self._by_bucket = {}
+        for member in self._members:
+            self._by_bucket.setdefault(member.bucket, []).append(member)
         for session in {member.session for member in self._members}:
             session.updates.meet(self)
         return bool(self._members)
@@ -163,7 +167,7 @@ class OffloadedOptimizer:
         return state
 
     def _of(self, bucket: Bucket) -> list[Member]:
-        return [member for member in self._members if member.bucket is bucket]
+        return self._by_bucket.get(bucket, [])
 
     def _live(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

@@ -220,7 +220,9 @@ class Session:
         self.entry(parameter).step_aside()
 
     def _freeze(self) -> None:
-        """Values are about to change: nothing gathered or fetched stays."""
+        """Values are about to change: nothing gathered or fetched stays. Once a step, not once a parameter."""
+        if self._stepping:
+            return
         for entry in self.holdings:
             raise ZeroError(
                 f"optimizer.step() inside a block that holds {entry.name} whole: leave the block of "
