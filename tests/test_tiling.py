@@ -5,7 +5,7 @@ import torch
 
 from zero_compile.layout import Use
 from zero_compile.options import parse
-from zero_compile.tiling import TilePolicy, cut_of, most_bytes, plan_tiles
+from zero_compile.tiling import MOST_TILES, TilePolicy, cut_of, most_bytes, plan_tiles
 from zero_runtime.errors import OptionError
 from zero_runtime.plan import ALIGNMENT, TiledPlan, bounds_of
 
@@ -93,6 +93,9 @@ def test_a_budget_cuts_what_does_not_fit_with_its_gradient() -> None:
     assert most_bytes([frozen], size, world_size=2) is None
     assert most_bytes([large], size, world_size=1) is None
     assert most_bytes([], 0, world_size=2) is None
+    least = 12 * (size // MOST_TILES)
+    assert most_bytes([large], least, world_size=2) == size // MOST_TILES
+    assert most_bytes([large], least - 1, world_size=2) is None  # more tiles would not help
 
 
 def test_the_size_of_tiles_can_be_written_as_a_size() -> None:

@@ -16,6 +16,9 @@ from zero_runtime.plan import tile_slot as slot_of_tile
 
 Over = Literal["rows", "columns", "planner"]
 
+#: Tiles that a budget alone may cut a weight into. More would be latency for the sake of a few bytes.
+MOST_TILES = 64
+
 
 class Cut(NamedTuple):
     """A parameter in a graph's tiles: of ``sizes`` along ``dim``, numbered as parameters are."""
@@ -95,13 +98,16 @@ def plan_tiles(use: Use, world_size: int, dim: int, sizes: Iterable[int]) -> Til
 
 
 def most_bytes(uses: Iterable[Use], room: int, world_size: int) -> int | None:
-    """The size of tiles without which ``room`` bytes do not hold the largest of ``uses``; None: they do.
+    """The size of tiles without which ``room`` bytes do not hold the largest of ``uses``; None: they do,
+    or so little room is left that tiles would not help: what is missing is then said of whole weights.
 
     A weight that trains is there three times over: gradients wait whole, are packed and received. What is
     left beside a tile's share, a quarter, is for activations and the next tile.
     """
     copies = 1 if world_size == 1 else 3
+    uses = list(uses)
     needed = (use.gathered_bytes * (copies if use.trainable else 1) for use in uses)
     if max(needed, default=0) <= room:
         return None
-    return max(1, room // (4 * copies))
+    tile = room // (4 * copies)
+    return tile if tile * MOST_TILES >= max(use.gathered_bytes for use in uses) else None
