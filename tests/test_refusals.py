@@ -97,6 +97,47 @@ def test_a_write_by_an_operator_of_the_users_own_is_refused() -> None:
         torch.compile(WritesThrough(_double), backend="zero3")(torch.ones(2, 6))
 
 
+class OneStorage(nn.Module):
+    """Parameters that lie side by side in one piece of memory, of which one may be doubled."""
+
+    def __init__(self, doubled: str | None) -> None:
+        super().__init__()
+        flat = torch.randn(3 * 36)
+        self.one, self.two, self.three = (nn.Parameter(p.view(6, 6)) for p in flat.chunk(3))
+        self.doubled = doubled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.doubled is not None:
+            _double(getattr(self, self.doubled))
+        return x @ self.one @ self.two @ self.three
+
+
+@pytest.mark.parametrize("doubled", ["one", "two", "three"])
+def test_a_write_to_one_of_several_parameters_in_one_storage_is_refused(doubled: str) -> None:
+    with pytest.raises(Exception, match=rf"writes to parameter {doubled}"):
+        torch.compile(OneStorage(doubled), backend="zero3")(torch.ones(2, 6))
+
+
+def test_parameters_in_one_storage_train() -> None:
+    model = OneStorage(None)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 6)
+    torch.compile(model, backend="zero3")(x).sum().backward()
+    twin(x).sum().backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_model_that_was_partitioned_first_compiles_at_its_stage(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    twin = copy.deepcopy(model)
+    zero_compile.partition(model, stage=stage)
+    x = torch.randn(2, 6)
+    found = torch.compile(model, backend=f"zero{stage}")(x)
+    torch.testing.assert_close(found, twin(x))
+
+
 class WritesElsewhere(Base):
     """Buffers and activations are written to in every way; parameters are only read."""
 

@@ -32,6 +32,7 @@ from zero_compile.verify import (
     verify_scheduled,
     verify_tiled,
 )
+from zero_runtime import compat
 from zero_runtime.plan import BucketPlan, Phase, Stage
 
 Pass = Callable[[GraphModule], GraphModule]
@@ -134,6 +135,7 @@ def run(stages: Sequence[Pass | Check], gm: GraphModule, *, verify: bool = True)
                 stage(gm)
         else:
             gm = stage(gm) or gm
+    compat.forget_mutation_regions(gm.graph)
     gm.recompile()
     return gm
 

@@ -177,9 +177,32 @@ def memory_of_traced(node: torch.fx.Node) -> int:
 
 
 def was_written(placeholder: torch.fx.Node) -> bool:
-    """Whether Dynamo's graph writes to this input: its stand-in began at version 0."""
+    """Whether Dynamo's graph writes to this input."""
     value = placeholder.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and not value.is_inference() and value._version > 0
+    if not isinstance(value, torch.Tensor) or value.is_inference() or not value._version:
+        return False
+    return value._version > _first_version(value)
+
+
+def _first_version(stand_in: torch.Tensor) -> int:
+    """The version at which Dynamo made a stand-in: 1 where it was put into memory that was there before.
+
+    It was, by ``set_``, if another input lies in the same storage, or if it does not begin where its
+    storage does.
+    """
+    memo = stand_in.fake_mode.fake_tensor_converter.meta_converter.tensor_memo  # type: ignore[attr-defined]
+    there = (other for other in memo.values() if storage_of(other) == storage_of(stand_in))
+    return int(next(there, stand_in) is not stand_in or stand_in.storage_offset() != 0)
+
+
+def forget_mutation_regions(graph: torch.fx.Graph) -> None:
+    """Have Inductor find anew between which nodes of a graph it may move others.
+
+    It numbers the regions between mutations once, in the joint graph, where a release does not yet
+    stand. By those numbers it would move a computation behind the release of what it reads.
+    """
+    for node in graph.nodes:
+        node.meta.pop("mutation_region_id", None)
 
 
 def guard_identity(placeholder: torch.fx.Node) -> None:

@@ -21,7 +21,7 @@ def insert_call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 #: What tells AOTAutograd's partitioner, and readers of a graph, where a node comes from.
 _ORIGIN = (
-    *("partitioner_tag", "mutation_region_id", "seq_nr", "autograd_backward"),
+    *("partitioner_tag", "seq_nr", "autograd_backward"),
     *("recompute", "ac_graph_id", "nn_module_stack", "stack_trace"),
 )
 
