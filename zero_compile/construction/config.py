@@ -1,39 +1,9 @@
-"""What ``Init`` is told, by our names or DeepSpeed's, as options of the backend."""
+"""``Init``'s arguments by DeepSpeed's names, as options of the backend or with a word on what they do."""
 
-import json
-import os
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zero_runtime.errors import OptionError, UnsupportedError
-
-Config = Mapping[str, Any] | str | os.PathLike[str]
-
-#: Sections of a DeepSpeed config that say how parameters are kept; the first two stand in zero_optimization.
-_SECTIONS = ("offload_param", "offload_optimizer", "aio", "bf16", "fp16")
-
-
-def options_of_config(config: Config) -> dict[str, Any]:
-    """The part of a DeepSpeed config, given as a mapping or a path to its JSON, that concerns parameters.
-
-    Values ``"auto"`` are left to whoever resolves them.
-
-    Raises:
-        OptionError: the file cannot be read, or is no config.
-        UnsupportedError: a stage that keeps parameters whole.
-    """
-    read = _read(config)
-    zero = read.get("zero_optimization", {})
-    stage = zero.get("stage", 3)
-    if stage not in (3, "auto"):
-        raise UnsupportedError(
-            f"Init partitions parameters, and the config's zero_optimization says stage {stage}, which keeps "
-            "them whole. Set stage 3, or leave Init out (enabled=False)."
-        )
-    found = {name: zero.get(name, read.get(name)) for name in _SECTIONS}
-    return {name: _resolved(value) for name, value in found.items() if value not in (None, "auto")}
 
 
 def with_remote_device(
@@ -103,23 +73,3 @@ _INSTEAD = {
     "zero_quantized_weights": "Weights are gathered in their own dtype, or in autocast's.",
     "zero_quantized_nontrainable_weights": "Weights are gathered in their own dtype, or in autocast's.",
 }
-
-
-def _read(config: Config) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    try:
-        read = json.loads(Path(config).read_text())
-    except (OSError, TypeError, ValueError) as error:
-        raise OptionError(
-            f"config {config!r}: expected a mapping or a JSON file: {error}"
-        ) from error
-    if not isinstance(read, Mapping):
-        raise OptionError(f"config {config!r}: expected an object, found {type(read).__name__}")
-    return read
-
-
-def _resolved(section: Any) -> Any:
-    if not isinstance(section, Mapping):
-        return section
-    return {name: value for name, value in section.items() if value != "auto"}

@@ -16,13 +16,13 @@ from torch.nn.modules.module import (
 
 from zero_compile.capture import build_session
 from zero_compile.construction.config import (
-    Config,
     notice_ignored,
     one_of,
-    options_of_config,
     refuse_unsupported,
     with_remote_device,
 )
+from zero_compile.deepspeed.convert import options_for_parameters
+from zero_compile.deepspeed.reading import Source
 from zero_compile.options import parse
 from zero_compile.refusals import refuse_parameter
 from zero_compile.root import parameter_names, refuse_wrapper
@@ -68,8 +68,8 @@ class Init:
         mem_efficient_linear: bool | None = None,
         remote_device: str | None = None,
         pin_memory: bool | None = None,
-        config_dict_or_path: Config | None = None,
-        config: Config | None = None,
+        config_dict_or_path: Source | None = None,
+        config: Source | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
@@ -109,7 +109,7 @@ class Init:
             mpu=mpu,
         )
         configs = one_of("the config", config_dict_or_path=config_dict_or_path, config=config)
-        given = options_of_config(next(iter(configs.values()))) if configs else {}
+        given = options_for_parameters(next(iter(configs.values()))) if configs else {}
         given = with_remote_device({**given, **(options or {})}, remote_device, pin_memory)
         self._options = parse({**_ranks(ranks, given), **given})
         if module is not None:

@@ -25,6 +25,9 @@ _SAME = (
 #: Dtypes by DeepSpeed's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+#: What a parameter must know when it is partitioned, before there is a graph.
+_OF_PARAMETERS = ("offload_param", "offload_optimizer", "aio", "bf16", "fp16", "mesh")
+
 #: Options that say the same as another one.
 _OVERRIDES = {"communication_data_type": "reduce_dtype", "group": "mesh"}
 
@@ -48,7 +51,30 @@ def options_from(config: Source, *, stage: int | None = None) -> dict[str, Any]:
             + ("" if asked else f', and the config "stage": {stage}')
         )
     warn(parsed, loop_is_users=True)
-    return to_options(parsed, dist.get_world_size() if dist.is_initialized() else 1)
+    return to_options(parsed, _world_size())
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def options_for_parameters(config: Source) -> dict[str, Any]:
+    """Those options from DeepSpeed's config that say where parameters are kept, and in which precision.
+
+    Raises:
+        OptionError: the file or a key in it is wrong.
+        UnsupportedError: a stage that keeps parameters whole, or what zero_compile does not do.
+    """
+    parsed = parse(read(config))
+    stage = parsed.zero_optimization.given().get("stage", 3)
+    if stage != 3:
+        raise UnsupportedError(
+            f"Init partitions parameters, and the config's zero_optimization says stage {stage}, which keeps "
+            "them whole. Set stage 3, or leave Init out (enabled=False)."
+        )
+    mesh = _mesh(parsed.zero_optimization, _world_size())
+    options = {**_precision(parsed), **_offload(parsed), "mesh": mesh}
+    return {name: options[name] for name in _OF_PARAMETERS if options.get(name) is not None}
 
 
 def expanded(options: Mapping[str, Any], *, stage: int | None = None) -> dict[str, Any]:
