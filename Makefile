@@ -37,7 +37,7 @@ demo: install
 
 # A file a process, since processes of ranks are kept from test to test.
 test: install browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The browser that the tests of the page drive; where it cannot be installed they are skipped.
 browser:

@@ -11,6 +11,18 @@ import pytest
 os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")
 
 from graphs import fake_world
+from torch._inductor import config as inductor
+
+
+@pytest.fixture(autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiled code calls torch's own kernels, here and in the ranks: Inductor's take seconds to compile.
+
+    Tests and files marked ``generated_kernels`` have Inductor's.
+    """
+    generated = request.node.get_closest_marker("generated_kernels") is not None
+    with inductor.patch(fallback_by_default=not generated):
+        yield
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor
 
 _SECONDS = 240
 #: Inherited by the ranks before they import torch: one thread each, loopback only, and an allocator
@@ -68,7 +69,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         for connection in self._connections:
-            connection.send((function, args))
+            connection.send((function, args, inductor.fallback_by_default))
         answers = [_answer(c, seconds) for c in self._connections]
         failures = [f"--- rank {r}\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
@@ -102,7 +103,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str) -> No
     )
     while True:
         try:
-            function, args = connection.recv()
+            function, args, inductor.fallback_by_default = connection.recv()
         except EOFError:
             os._exit(0)
         torch._dynamo.reset()

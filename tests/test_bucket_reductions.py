@@ -36,7 +36,7 @@ tangents_1: float32[3, 4]
 channel_default = zero3.channel()
 all_gather_start_default = zero3.all_gather_start(channel_default, 2, float32)
 all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 2, 64, float32, cpu)
-as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1], 0)
+as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1])
 permute_2 = aten.permute(as_strided_default, [1, 0])  # recompute
 permute_3 = aten.permute(permute_2, [1, 0])  # recompute
 mm = aten.mm(tangents_1, permute_3)
@@ -49,7 +49,7 @@ full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cp
 where = aten.where.self(le, full_default, mm)
 all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
 all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
-as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1], 0)
+as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 permute_1 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_7 = aten.permute(permute_1, [1, 0])  # recompute
 mm_2 = aten.mm(where, permute_7)
@@ -87,7 +87,7 @@ tangents_1: float32[3, 4]
 channel_default = zero3.channel()
 all_gather_start_default = zero3.all_gather_start(channel_default, 2, float32)
 all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 2, 64, float32, cpu)
-as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1], 0)
+as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1])
 permute_2 = aten.permute(as_strided_default, [1, 0])  # recompute
 permute_3 = aten.permute(permute_2, [1, 0])  # recompute
 mm = aten.mm(tangents_1, permute_3)
@@ -102,7 +102,7 @@ full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cp
 where = aten.where.self(le, full_default, mm)
 all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
 all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
-as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1], 0)
+as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 permute_1 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_7 = aten.permute(permute_1, [1, 0])  # recompute
 mm_2 = aten.mm(where, permute_7)

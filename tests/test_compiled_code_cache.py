@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 
 from zero_compile.backend import JointPartitioner
 
+pytestmark = pytest.mark.generated_kernels
+
 
 def train_once(options: dict[str, object]) -> float:
     torch._dynamo.reset()

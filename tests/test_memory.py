@@ -13,6 +13,8 @@ from zero_runtime import native
 from zero_runtime.gradient import ShardedGradient
 from zero_runtime.session import session_of
 
+pytestmark = pytest.mark.generated_kernels
+
 LAYERS, WIDTH = 24, 2048
 LAYER = WIDTH * WIDTH * 4
 

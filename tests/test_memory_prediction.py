@@ -22,6 +22,8 @@ from zero_compile.planner.liveness import Liveness
 from zero_runtime import bucket, collectives, compat
 from zero_runtime.timeline import Category
 
+pytestmark = pytest.mark.generated_kernels
+
 WORDS, WIDTH, LENGTH, ROWS = 512, 128, 128, 4
 #: What the prediction is about: values, gathered parameters, and gradients that are whole.
 COMPUTED = (Category.ACTIVATIONS, Category.GATHERED, Category.GRADIENTS)

@@ -423,6 +423,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Measured]:
     return run
 
 
+@pytest.mark.generated_kernels
 def test_the_measured_peak_falls_as_planned(measure: Callable[[Any], Measured]) -> None:
     kept, away = measure(False), measure(ANY)
     print(kept, away)

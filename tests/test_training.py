@@ -15,6 +15,8 @@ from training import Run, against_unsharded, assert_same_training, relative, tra
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_gpt import GPT
 
+pytestmark = pytest.mark.generated_kernels
+
 SMALL = {"dim": 64, "layers": 2, "heads": 4, "seq": 32}
 
 

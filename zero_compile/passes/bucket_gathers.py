@@ -47,8 +47,9 @@ def _gather_bucket(
     )
     for gather in gathers:
         slot = bucket.slots[places[parameter_number(gather)][1]]
+        offset = [slot.offset] if slot.offset else []  # without: of the memory that is waited for
         view = insert_call(
-            graph, torch.ops.aten.as_strided.default, full, slot.shape, slot.stride, slot.offset
+            graph, torch.ops.aten.as_strided.default, full, slot.shape, slot.stride, *offset
         )
         gather.replace_all_uses_with(view)
         graph.erase_node(gather)

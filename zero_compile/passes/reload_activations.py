@@ -61,7 +61,7 @@ def _bring_back(
         what = (value.numel(), value.dtype, value.device)
         flat = insert_call(graph, ops.reload_wait, channel, number, *what)
         shape, stride = list(value.shape), list(value.stride())
-        saved = insert_call(graph, torch.ops.aten.as_strided.default, flat, shape, stride, 0)
+        saved = insert_call(graph, torch.ops.aten.as_strided.default, flat, shape, stride)
     for user in users:
         user.replace_input_with(away, saved)
 
