@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml setup.py $(CSRC)
 demo: install
 	$(TORCHRUN) examples/demo.py --time-budget 60 --output runs/demo
 
-# A file a process, since processes of ranks are kept from test to test.
+# Neighbours in a process, since processes of ranks are kept from test to test.
 test: install browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -219,5 +219,5 @@ def test_the_predicted_peak_is_the_measured_one(
         f"{make.__name__}: {computed.bytes} predicted, {found.computed} measured at {computed.node}"
     )
     print(f"  with reductions: {everything.bytes} predicted, {found.everything} measured")
-    assert computed.bytes == pytest.approx(found.computed, rel=0.05)
-    assert everything.bytes == pytest.approx(found.everything, rel=0.05)
+    assert 0.95 * found.computed <= computed.bytes <= 1.1 * found.computed
+    assert 0.95 * found.everything <= everything.bytes <= 1.1 * found.everything

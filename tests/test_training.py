@@ -15,8 +15,6 @@ from training import Run, against_unsharded, assert_same_training, relative, tra
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_gpt import GPT
 
-pytestmark = pytest.mark.generated_kernels
-
 SMALL = {"dim": 64, "layers": 2, "heads": 4, "seq": 32}
 
 
@@ -45,7 +43,14 @@ def _demo_model(steps: int, **options: Any) -> tuple[Run, Run]:
     return plain.bare(), sharded.bare()
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 20_000}, {"schedule": "on_demand"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.generated_kernels),
+        {"bucket_bytes": 20_000},
+        {"schedule": "on_demand"},
+    ],
+)
 def test_twenty_steps_of_the_demo_model_on_two_ranks(options: dict[str, Any]) -> None:
     for plain, sharded in ranks.run(2, partial(_demo_model, 20, options=options)):
         assert relative(plain.losses, sharded.losses) < 1e-5
@@ -56,6 +61,7 @@ def test_twenty_steps_of_the_demo_model_on_two_ranks(options: dict[str, Any]) ->
             torch.testing.assert_close(sharded.parameters[name], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.generated_kernels
 def test_one_rank_gives_inductors_losses_bit_for_bit(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
     model = GPT(**SMALL)
@@ -185,6 +191,7 @@ def _evaluation() -> tuple[float, float, float]:
     return worst, *(float(next(m.parameters()).detach().sum()) for m in (model, reference))
 
 
+@pytest.mark.generated_kernels
 def test_inference_graphs_between_training_steps() -> None:
     for worst, ours, theirs in ranks.run(2, _evaluation):
         assert worst < 1e-4

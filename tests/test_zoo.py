@@ -7,8 +7,6 @@ pytest.importorskip("transformers")
 
 import zoo
 
-pytestmark = pytest.mark.generated_kernels
-
 FAMILIES = ["gpt2", "bert", "vit", "lstm", "convnet"]
 
 
