@@ -9,6 +9,7 @@ import pytest
 # Read when torch is imported, here and in the ranks: kernels of the tests are compiled without
 # optimisation, which takes a third of the time.
 os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that compile ahead
 
 from graphs import fake_world
 from torch._inductor import config as inductor

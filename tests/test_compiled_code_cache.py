@@ -11,8 +11,6 @@ from torch._dynamo.utils import counters
 
 from zero_compile.backend import JointPartitioner
 
-pytestmark = pytest.mark.generated_kernels
-
 
 def train_once(options: dict[str, object]) -> float:
     torch._dynamo.reset()
@@ -57,6 +55,7 @@ def gradients(retained: bool) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
 
 
+@pytest.mark.generated_kernels
 def test_code_that_overwrites_saved_tensors_is_not_used_where_they_are_kept():
     once = gradients(retained=False)
     for one, two in zip(once, gradients(retained=True), strict=True):

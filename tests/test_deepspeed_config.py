@@ -108,6 +108,7 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], tuple[str, Any]]] = {
         {"zero_optimization": {"cpu_offload": True}},
         ("offload_optimizer", {"pin_memory": False, "device": "cpu"}),
     ),
+    "compile.offload_activation": (True, {}, ("offload_activations", {"device": "cpu"})),
 }
 PASSED = {
     "zero_optimization.offload_param": {
@@ -304,7 +305,7 @@ def test_a_refused_key_says_why(key: str) -> None:
         {"sparse_gradients": False, "gradient_allreduce_op": "mean", "sequence_parallel_size": 1},
         {"amp": {"enabled": False, "opt_level": "O1"}, "elasticity": {}, "autotuning": None},
         {"zero_optimization": {"zero_quantized_weights": False, "zeropp_loco_param": None}},
-        {"compile": {"backend": "inductor", "kwargs": {}, "offload_activation": False}},
+        {"compile": {"backend": "inductor", "kwargs": {}, "offload_parameters": False}},
     ],
 )
 def test_a_refused_key_may_say_that_it_is_off(config: dict[str, Any]) -> None:

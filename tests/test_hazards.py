@@ -269,6 +269,8 @@ def _hooks(step: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
     handles = [p.register_post_accumulate_grad_hook(halve) for p in model.parameters()]
     handles.append(model.one.weight.register_hook(lambda g: g * 3))
+    held: list[torch.Tensor] = []  # what somebody holds on to autograd does not hand on, but copies
+    handles.append(model.two.weight.register_hook(held.append))
     _mse(step, x, y).backward()
     for handle in handles:
         handle.remove()

@@ -12,8 +12,6 @@ from torch.fx import Graph, Node
 from zero_compile.fx_graph import calls, positions, readers
 from zero_runtime import ops
 
-pytestmark = pytest.mark.generated_kernels
-
 
 class Sum(nn.Module):
     """Products that Inductor could put behind one another's releases: only their sum needs them."""

@@ -13,8 +13,6 @@ from zero_runtime import native
 from zero_runtime.gradient import ShardedGradient
 from zero_runtime.session import session_of
 
-pytestmark = pytest.mark.generated_kernels
-
 LAYERS, WIDTH = 24, 2048
 LAYER = WIDTH * WIDTH * 4
 
@@ -61,6 +59,7 @@ def _linears() -> dict[str, float]:
     }
 
 
+@pytest.mark.generated_kernels
 def test_twenty_four_linears_hold_few_layers_at_once_and_what_the_plan_says() -> None:
     for found in ranks.run(2, _linears):
         print({k: round(v / LAYER, 3) for k, v in found.items()}, "layers of 16 MiB")
@@ -132,6 +131,7 @@ def _steady() -> tuple[int, int]:
     return seen[2], seen[-1]
 
 
+@pytest.mark.generated_kernels
 @pytest.mark.skipif(not native.AVAILABLE, reason="the arena is the extension's")
 def test_steady_steps_ask_the_operating_system_for_nothing() -> None:
     for early, late in ranks.run(2, _steady):

@@ -406,6 +406,14 @@ def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Sha
     return ShardedGradient(args[0].local, args[0].place, args[0].presented)
 
 
+def _new_empty(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
+    """Room for a copy: autograd accumulates one where somebody else holds the gradient, such as a hook."""
+    gradient, size = args[0], args[1]
+    if tuple(size) != tuple(gradient.shape) or _changes(gradient, kwargs):
+        raise UnsupportedError(_explain(func))
+    return ShardedGradient(torch.empty_like(gradient.local), gradient.place, gradient.presented)
+
+
 def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     place = _place_of(func, args)
     a, b = (_cut(func, x, place) for x in args)
@@ -428,6 +436,7 @@ _ADVICE = (
 _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     aten.detach.default: _same_tensor,
     aten.alias.default: _same_tensor,
+    aten.new_empty_strided.default: _new_empty,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,

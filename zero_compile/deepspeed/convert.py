@@ -110,6 +110,8 @@ def to_options(
     options: dict[str, Any] = {name: zero.given()[name] for name in _SAME if name in zero.given()}
     options.update(_precision(config))
     options.update(_offload(config))
+    if config.compile.offload_activation:
+        options["offload_activations"] = {"device": "cpu"}
     leaves = _leaf_modules(zero, model)
     if leaves:
         options["leaf_modules"] = leaves

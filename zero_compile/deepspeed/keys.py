@@ -310,7 +310,7 @@ _COMPILE = (
                 "the backend is zero1, zero2 or zero3; Inductor compiles the rest",
             ),
             "kwargs": (_REFUSED, "give Inductor's options in option inductor"),
-            "offload_activation": (_REFUSED, "activations stay on the device: checkpoint them"),
+            "offload_activation": (_HONOURED, "option offload_activations, to the host"),
             "offload_opt_states": (_REFUSED, "use zero_optimization.offload_optimizer"),
             "offload_parameters": (_REFUSED, "use zero_optimization.offload_param"),
         },
