@@ -32,22 +32,22 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def load(folder: Path) -> Any:
-    """The checkpoint's model, partitioned over the ranks and compiled."""
+    """The checkpoint's model, partitioned over the ranks."""
     with zero_compile.Init():
         model = AutoModelForCausalLM.from_pretrained(folder)
-    model.train()
-    return torch.compile(model, backend="zero3")
+    return model.train()
 
 
 def train(model: Any, steps: int, batch: int, seq: int, lr: float) -> list[float]:
     """Losses, averaged over ranks."""
     rank, world = rank_and_world()
+    compiled = torch.compile(model, backend="zero3")
     batches = Batches(read_corpus(), batch * world, seq, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):
         tokens, _ = batches.part(step, rank, world)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

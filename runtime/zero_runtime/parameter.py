@@ -252,7 +252,7 @@ def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
     if parameter.session.building.active:
         return
     place = _user_line(sys._getframe(1))
-    if place in parameter.session.warned:
+    if place is None or place in parameter.session.warned:
         return
     parameter.session.warned.add(place)
     name = getattr(func, "__name__", str(func))
@@ -264,12 +264,14 @@ def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
     )
 
 
-def _user_line(frame: FrameType | None) -> tuple[str, int]:
-    """The innermost line that is neither torch's nor ours."""
+def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line that is neither torch's nor ours; None where it asks for the model's whole state."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.split(".")[0] not in ("torch", "zero_runtime", "zero_compile"):
             return frame.f_code.co_filename, frame.f_lineno
+        if frame.f_code.co_name in ("state_dict", "load_state_dict"):
+            return None
         frame = frame.f_back
     return "<unknown>", 0
 
