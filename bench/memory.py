@@ -21,3 +21,9 @@ def peak_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """What the process holds now."""
+    pages = int((PROC / "statm").read_text().split()[1])
+    return pages * resource.getpagesize()

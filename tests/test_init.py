@@ -86,7 +86,7 @@ def test_training_afterwards_is_the_same_bit_for_bit(size: int, name: str) -> No
 
 @pytest.mark.parametrize(
     "options",
-    [{"bucket_bytes": 4096}, {"reduce_dtype": "bfloat16"}, {"leaf_modules": ["norm"]}],
+    [{"tile_bytes": 1024}, {"reduce_dtype": "bfloat16"}, {"leaf_modules": ["norm"]}],
     ids=str,
 )
 def test_training_afterwards_is_the_same_with_options(options: dict[str, Any]) -> None:

@@ -292,6 +292,36 @@ def test_state_on_nvme_is_in_memory_only_while_it_is_asked_for(tmp_path):
     assert all(set(run.optimizer.state[p]) == {"step"} for p in run.model.parameters())
 
 
+def _resumed(folder: str) -> tuple[list[float], list[float]]:
+    """Losses of five steps, without and with the optimizer's state saved and loaded in between."""
+    found = []
+    for saves in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        options = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+        compiled = torch.compile(model, backend="zero3", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(5):
+            loss = compiled(torch.linspace(-1, 1, 64).view(4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if saves and step in (1, 2):
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                optimizer.load_state_dict(state)
+        found.append(losses)
+    return found[0], found[1]
+
+
+def test_each_rank_loads_its_own_part_of_the_state(tmp_path):
+    for through, resumed in ranks.run(2, _resumed, str(tmp_path)):
+        assert resumed == through
+
+
 def test_momentum_that_was_loaded_is_not_begun_anew(tmp_path):
     kind = functools.partial(torch.optim.SGD, momentum=0.9)
     whole = Trained(off(tmp_path), kind).run(0, 1)

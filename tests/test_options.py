@@ -164,3 +164,20 @@ def test_whole_floats_count_elements_as_deepspeeds_configs_write_them() -> None:
     assert options.reduce_bucket_size == 5 * 10**8
     with pytest.raises(OptionError, match="stage3_max_live_parameters"):
         parse({"stage3_max_live_parameters": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"offload_param": {"device": "cpu", "bufer_count": 3}},
+            r"unknown key 'offload_param\.bufer_count'\. Did you mean 'buffer_count'\? Valid keys: bu",
+        ),
+        ({"offload_optimizer": {"zzz": 3}}, r"unknown key 'offload_optimizer\.zzz'\. Valid keys: "),
+        ({"offload_optimizer": "cpu"}, r'expected a section like \{"device": "cpu"\}, got \'cpu\''),
+        ({"offload_param": True}, r'expected a section like \{"device": "cpu"\}, got True'),
+    ],
+)
+def test_a_wrong_section_says_what_is_valid(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse(options)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_it_trains_as_without_tiles_and_holds_what_was_planned(
         assert report.gathered_peak == report.gathered_planned
         if world_size > 1:  # one tile, and the bias of the wide linear
             assert 4096 <= report.gathered_peak <= 4096 + 1024
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["whole", "partitioned"])
+def test_at_most_two_tiles_of_a_weight_are_there_at_once(
+    built: bool, fake_group: Callable[[int], None]
+) -> None:
+    fake_group(2)
+    with zero_compile.Init(enabled=built):
+        model = nn.Linear(64, 256, bias=False)
+    compiled = torch.compile(model, backend="zero3", options={"tile_bytes": 4096})
+    compiled(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    report = zero_compile.memory_report(model)
+    assert report.gathered_peak == report.gathered_planned == 2 * 4096
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

@@ -119,8 +119,8 @@ class Capture:
             if number >= len(self.entries) or number in self.cuts:
                 continue
             entry, found = self.entries[number], None
-            if entry.placed:
-                plan = entry.place.bucket.plan
+            if not self._wants_bucket(entry):
+                plan = entry.future_place.bucket.plan
                 found = (plan.dim, plan.sizes) if isinstance(plan, TiledPlan) else None
             elif tileable(gather):
                 found = cut_of(_use(number, entry, narrow_dtype(gather)), world_size, policy)
@@ -164,7 +164,7 @@ class Capture:
         numbers = [parameter_number(g) - len(self.entries) for g in gathers]
         for number in dict.fromkeys(self._tiles[n][0] for n in numbers if n >= 0):
             entry, cut = self.entries[number], self.cuts[number]
-            if not entry.placed:
+            if self._wants_bucket(entry):
                 world_size = self.session.group.world_size
                 plan = plan_tiles(_use(number, entry), world_size, cut.dim, cut.sizes)
                 self.session.adopt(self.session.bucket(plan), [entry])
@@ -198,7 +198,7 @@ class Capture:
         if number < len(self.entries):
             return self.entries[number].future_place
         parameter, which = self._tiles[number - len(self.entries)]
-        bucket = self.entries[parameter].place.bucket
+        bucket = self.entries[parameter].future_place.bucket
         assert isinstance(bucket, TiledBucket)
         tile = bucket.tiles[which]
         return Place(tile, tile.plan.slots[0])

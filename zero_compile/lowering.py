@@ -203,6 +203,7 @@ class Lowering:
             keep=options.device_memory is not None,
             persistent=self._persistent(),
             slots=self._slots,
+            tiles=self._capture.tile_buckets,
         )
 
     @property

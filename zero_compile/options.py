@@ -244,11 +244,29 @@ def parse(options: Mapping[str, Any] | None, *, stage: int | None = None) -> Opt
         raise OptionError(_complaint(error)) from None
 
 
+#: Options that are sections of keys.
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "offload_param": OffloadParam,
+    "offload_optimizer": OffloadOptimizer,
+    "offload_activations": OffloadActivations,
+}
+
+
 def _complaint(error: ValidationError) -> str:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":  # one of ours: it says what it got
         return f"option {name!r}: {first['ctx']['error']}"
+    section = _SECTIONS.get(str(first["loc"][0]))
+    if section is not None and first["type"] == "extra_forbidden":
+        known = sorted(section.model_fields)
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"unknown key {name!r}.{hint} Valid keys: {', '.join(known)}."
+    if section is not None and len(first["loc"]) == 1:
+        return (
+            f'option {name!r}: expected a section like {{"device": "cpu"}}, got {first["input"]!r}'
+        )
     return f"option {name!r}: {first['msg']} (got {first['input']!r})"
 
 

@@ -1,6 +1,7 @@
 """One bucket's optimizer state off the device, and its update: by a host kernel, or by the stock step."""
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ class Part(Protocol):
         """The inverse, for state that is not in memory."""
 
 
+#: Parts in the order in which they are made: several optimizers may have state of one bucket.
+_numbers = itertools.count()
+
+
 class _Span(NamedTuple):
     """Elements ``start`` to ``stop`` of the shard that one kernel call updates."""
 
@@ -73,6 +78,7 @@ class KernelPart:
     def __init__(self, bucket: Bucket, recipe: Recipe) -> None:
         self._bucket = bucket
         self._recipe = recipe
+        self._number = next(_numbers)
         self._shelves: dict[str, Shelf] = {}
         self._steps: dict[Slot, int] = {}
         self._shown: dict[tuple[Slot, str], torch.Tensor] = {}
@@ -108,7 +114,7 @@ class KernelPart:
             plan = self._bucket.plan
             self._shelves[name] = Shelf(
                 self._bucket.depot,
-                self._bucket.name_of(f"{name} ({len(self._shelves)})"),
+                self._bucket.name_of(f"{name} ({self._number})"),
                 plan.chunk,
                 torch.float32,
                 self._bucket.device,
@@ -188,6 +194,8 @@ class KernelPart:
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe; the rest is there already, as views of the flat state."""
         slot = entry.place.slot
+        if not self._steps.get(slot):  # nothing of it is this rank's, or it was never stepped
+            return
         for name, shelf in self._shelves.items() if self._away else ():
             state[name] = self._bucket.local(slot, shelf.read()).clone()
             shelf.put_away().wait()
@@ -229,6 +237,7 @@ class StockPart:
     """State on NVMe of an optimizer without a kernel: its own ``step`` runs on one bucket at a time."""
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
+        self._number = next(_numbers)
         self._bucket = bucket
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
         self._optimizer = weakref.ref(optimizer)
@@ -250,7 +259,7 @@ class StockPart:
                 del state[name]
 
     def _shelf(self, slot: Slot, name: str, value: torch.Tensor) -> Shelf:
-        where = self._bucket.name_of(f"{name} of {slot.name}")
+        where = self._bucket.name_of(f"{name} ({self._number}) of {slot.name}")
         depot, device = self._bucket.depot, self._bucket.device
         shelf = Shelf(depot, where, value.numel(), value.dtype, device, Tier.NVME)
         self._shelves[slot, name] = shelf

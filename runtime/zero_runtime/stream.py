@@ -4,6 +4,7 @@ Memory is bounded by a number of *sets*: a bucket occupies one from the start of
 of its writes. State in host memory needs no transfer and goes through the same code.
 """
 
+import atexit
 import queue
 import threading
 from collections import deque
@@ -80,6 +81,13 @@ class Stream:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="zero stream", daemon=True)
             self._thread.start()
+            # In native code, a thread that outlives the interpreter would end the process by SIGABRT.
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self) -> None:
         while True:
@@ -116,4 +124,5 @@ class Stream:
 
     def close(self) -> None:
         """End the thread after what is queued."""
+        atexit.unregister(self._end)
         self._tasks.put(None)

@@ -296,8 +296,8 @@ class Engine:
 
 
 _NO_CHECKPOINTS = (
-    "engine.{0} is not supported: use torch.distributed.checkpoint.{1} with engine.module.state_dict() "
-    "and, one file a rank, engine.optimizer.state_dict()"
+    "engine.{0} is not supported: use torch.{1} with engine.module.state_dict(), which is whole, and, one "
+    "file a rank, engine.optimizer.state_dict()"
 )
 
 

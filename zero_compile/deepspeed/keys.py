@@ -44,7 +44,7 @@ _HONOURED, _LOOP, _NOTED, _REFUSED = (
 
 _PLANNED = "the planner places every transfer from the graph"
 _BUCKETS = "buckets are laid out from the graph"
-_CHECKPOINTS = "checkpoints are torch.distributed.checkpoint's, not the engine's"
+_CHECKPOINTS = "save model.state_dict(), and optimizer.state_dict() in one file a rank"
 _LOG = "log what you need in your loop: engine.global_steps, get_lr(), get_global_grad_norm()"
 _DEEPCOMPILE = "the model is compiled in any case, by passes of zero_compile's own"
 _QUANTISED = "gathers and reductions are exact; narrow them with communication_data_type or bf16"
@@ -369,7 +369,7 @@ _CHECKPOINT = _section(
     "checkpoint",
     {
         "tag_validation": (_NOTED, _CHECKPOINTS),
-        "load_universal": (_REFUSED, f"{_CHECKPOINTS}, and load at any number of ranks"),
+        "load_universal": (_REFUSED, f"{_CHECKPOINTS}, to load at as many ranks"),
         "use_node_local_storage": (_NOTED, _CHECKPOINTS),
         "parallel_write": (_NOTED, _CHECKPOINTS),
         "writer": (_NOTED, _CHECKPOINTS),

@@ -5,7 +5,7 @@ start in forward, and a bucket may be kept from one to the other where memory al
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -78,6 +78,8 @@ class Limits:
     """Buckets kept from forward to backward before all others, as far as a limit that is given allows."""
     slots: int = STAGING_SLOTS
     """Shards that have room on the host between NVMe and the device."""
+    tiles: frozenset[int] = frozenset()
+    """Buckets that are tiles of a larger weight."""
 
     @property
     def unset(self) -> bool:
@@ -336,9 +338,9 @@ def _one_ahead_peak(posed: Posed) -> int:
 
 def _ahead(problem: Problem, limits: Limits) -> Problem:
     """The problem with each gather held back until not too much is gathered before it and unused."""
+    gathers = _apart(problem.gathers, limits.tiles)
     if limits.ahead is None:
-        return problem
-    gathers = list(problem.gathers)
+        return replace(problem, gathers=tuple(gathers))
     oldest, waiting = 0, 0
     for i, gather in enumerate(gathers):
         waiting += gather.bytes
@@ -348,6 +350,19 @@ def _ahead(problem: Problem, limits: Limits) -> Problem:
         earliest = gathers[oldest - 1].first if oldest else 0
         gathers[i] = replace(gather, earliest=max(gather.earliest, earliest))
     return replace(problem, gathers=tuple(gathers))
+
+
+def _apart(gathers: Sequence[Gather], tiles: Set[int]) -> list[Gather]:
+    """Tiles held back until the last but one is released: one is used while the next is on its way."""
+    free = [0, 0]
+    found = []
+    for gather in gathers:
+        if gather.bucket in tiles:
+            earliest = min(gather.first, max(gather.earliest, free[-2]))
+            gather = replace(gather, earliest=earliest)
+            free.append(gather.last + 1)
+        found.append(gather)
+    return found
 
 
 def _anchor(posed: Posed, position: int) -> str | None:
