@@ -111,7 +111,7 @@ def _compare(entry: Entry, steps: int, bf16: bool) -> Result:
         update=update,
         worst_update=worst_update,
         whole=sharded.whole,
-        bf16=_compare_bf16(entry, start, batches) if bf16 else None,
+        bf16=_compare_bf16(entry, start, batches) if bf16 and entry.bf16 else None,
         reference=reference,
     )
 

@@ -53,6 +53,8 @@ class Entry:
     loss: Loss = _loss
     same_rows: bool = False
     """Every rank gets the whole batch: the loss of a batch is not the mean of its parts' losses."""
+    bf16: bool = True
+    """Whether the model runs under bfloat16 autocast at all."""
     turns: tuple[Turn, ...] = ()
     compile: Callable[[nn.Module, str], Any] = _compile
 
@@ -274,6 +276,7 @@ _ENCODERS = [
             pos_att_type=["c2p", "p2c"],
         ),
         _text,
+        bf16=False,  # its own code masks with a number that bfloat16 cannot hold
     ),
 ]
 
