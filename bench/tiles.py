@@ -1,9 +1,9 @@
 """`python -m bench.tiles`: what a step of one large linear holds, by the number of its tiles.
 
 Two ranks on gloo train the linear for two steps with each number of tiles, each time in fresh
-processes. Rank 0's peak of resident memory in the second step is reported above what it holds between
-steps: the input's and the result's few rows, and whatever of the weight and its gradient is there
-beside the shards. Losses and whole gradients are compared bit for bit with those of one tile.
+processes. Rank 0's peak of resident memory in the second step is reported above the shards of weight
+and gradient: the input's and the result's few rows, and whatever else of the weight and its gradient
+is there. Losses and whole gradients are compared bit for bit with those of one tile.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import spawn
 import zero_compile
 from bench.launch import common_environment, free_port, group_environment
 from bench.memory import peak_bytes, reset_peak, resident_bytes
+from zero_runtime import native
 
 WORLD = 2
 MIB = 1 << 20
@@ -64,12 +65,13 @@ def _train(rank: int, shape: Shape, port: int, found: Any) -> None:
     losses = []
     for _ in range(2):
         linear.zero_grad()
-        before = resident_bytes()
+        native.trim()  # what an earlier step has returned
+        before = resident_bytes() + shape.bytes // WORLD  # the gradient that is to come
         reset_peak()
         loss = compiled(x).square().mean()
         loss.backward()
         losses.append(loss.item())
-        peak = peak_bytes() - max(before, resident_bytes())
+        peak = peak_bytes() - before
     gathered = zero_compile.memory_report(linear).gathered_peak
     digest = _digest(losses, linear.weight.grad.full_tensor())  # type: ignore[union-attr]
     if rank == 0:

@@ -31,6 +31,7 @@ from zero_compile.deepspeed.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zero_compile.deepspeed.start import initialize
+from zero_compile.estimate import MemoryEstimate, estimate_memory
 from zero_compile.external import register_external_parameter, unregister_external_parameter
 from zero_compile.gathered import GatheredParameters
 from zero_compile.no_sync import no_sync
@@ -40,9 +41,11 @@ from zero_compile.tiled_linear import TiledLinear, TiledLinearReturnBias
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MemoryEstimate",
     "MemoryReport",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "estimate_memory",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",

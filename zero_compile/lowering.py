@@ -25,7 +25,8 @@ from zero_compile.tiling import TilePolicy, most_bytes
 from zero_runtime import ops
 from zero_runtime.entry import Entry
 from zero_runtime.gradient import Place
-from zero_runtime.plan import Phase, Plan, Residence, Stage, dtype_name
+from zero_runtime.offload import Offload
+from zero_runtime.plan import Phase, Plan, Policy, Residence, Stage, dtype_name
 
 #: Runs stages on a graph of which the last argument is the name: ``pipeline.run``, or one that looks on.
 Run = Callable[[Sequence[Any], GraphModule, str], GraphModule]
@@ -209,7 +210,17 @@ class Lowering:
     @property
     def _slots(self) -> int:
         """Shards that have room on the host between NVMe and the device."""
-        return self._capture.session.offload.slots
+        return self.offload.slots
+
+    @property
+    def offload(self) -> Offload:
+        """Where the session keeps its state."""
+        return self._capture.session.offload
+
+    @property
+    def policy(self) -> Policy:
+        """How the session keeps its state."""
+        return self._capture.session.policy
 
     @property
     def resident(self) -> Resident:

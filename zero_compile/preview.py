@@ -26,7 +26,8 @@ from zero_compile.planner.simulate import simulate
 from zero_runtime import compat
 from zero_runtime.collectives import Group
 from zero_runtime.errors import OptionError, ZeroError
-from zero_runtime.plan import Channel, Plan, Stage
+from zero_runtime.offload import Offload
+from zero_runtime.plan import Channel, Plan, Policy, Stage
 from zero_runtime.timeline import Category, Event, Timeline
 
 #: Makes the model and its example inputs (positional, by name), called where tensors are fake.
@@ -66,6 +67,8 @@ class Preview:
     stage: Stage
     parameters: int
     resident: Resident
+    policy: Policy
+    offload: Offload
     graphs: tuple[GraphPreview, ...]
 
     @property
@@ -125,9 +128,10 @@ def preview(
     if not watcher.lowerings:
         raise ZeroError("Dynamo compiled no graph with parameters of this model: nothing to show.")
     parameters = sum(p.numel() for p in model.parameters())
-    kept = watcher.lowerings[0].resident
+    first = watcher.lowerings[0]
+    kept = first.resident
     graphs = tuple(_graph(lowering, world_size, checked) for lowering in watcher.lowerings)
-    return Preview(world_size, Stage(stage), parameters, kept, graphs)
+    return Preview(world_size, Stage(stage), parameters, kept, first.policy, first.offload, graphs)
 
 
 def _graph(lowering: Lowering, world_size: int, checked: bool) -> GraphPreview:
