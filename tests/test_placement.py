@@ -140,7 +140,10 @@ def test_numbers_may_be_written_as_deepspeed_writes_them() -> None:
     ("options", "message"),
     [
         ({"offload_param": {"device": "disk"}}, "option 'offload_param.device'"),
-        ({"offload_optimizer": {"devise": "cpu"}}, "option 'offload_optimizer.devise'"),
+        (
+            {"offload_optimizer": {"devise": "cpu"}},
+            "unknown key 'offload_optimizer.devise'. Did you mean 'device'",
+        ),
         ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "offload_optimizer.ratio"),
         ({"offload_optimizer": {"device": "nvme"}}, "no folder: give nvme_path"),
         ({"offload_param": {"device": "nvme"}}, "no folder: give nvme_path"),

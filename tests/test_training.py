@@ -184,7 +184,6 @@ def _evaluation() -> tuple[float, float, float]:
     return worst, *(float(next(m.parameters()).detach().sum()) for m in (model, reference))
 
 
-@pytest.mark.generated_kernels
 def test_inference_graphs_between_training_steps() -> None:
     for worst, ours, theirs in ranks.run(2, _evaluation):
         assert worst < 1e-4
