@@ -9,6 +9,7 @@ is there. Losses and whole gradients are compared bit for bit with those of one 
 import hashlib
 import multiprocessing
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -126,9 +127,10 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="an HTML file for the curve")] = None,
 ) -> None:
     """Train one linear with each number of tiles and print what its steps held."""
-    os.environ.update(common_environment("low", Path("/tmp/zero_compile_bench")))
     shapes = [Shape(inputs, outputs, n) for n in tiles or (1, 2, 4, 8, 16)]
-    rows = [measure(shape) for shape in shapes]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.update(common_environment("low", Path(cache)))
+        rows = [measure(shape) for shape in shapes]
     _show(shapes[0], rows)
     if plot is not None:
         _plot(rows, plot)

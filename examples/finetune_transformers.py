@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/finetune_transformers.py --model folder/with/a/checkpoint
 
-`zero_compile.Init` partitions each parameter as the model is built, and `from_pretrained` reads each
-rank's own bytes of the checkpoint's safetensors files. After that it is a stock loop. The result is
+`zero_compile.Init` partitions each parameter as the model is built, and keeps this rank's part of what
+`from_pretrained` loads into it. After that it is a stock loop. The result is
 saved as transformers saves models, so `from_pretrained` reads it anywhere. Without `--model` a small
 GPT-2 with random weights is made first, to have something to start from.
 """

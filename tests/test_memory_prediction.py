@@ -219,5 +219,6 @@ def test_the_predicted_peak_is_the_measured_one(
         f"{make.__name__}: {computed.bytes} predicted, {found.computed} measured at {computed.node}"
     )
     print(f"  with reductions: {everything.bytes} predicted, {found.everything} measured")
-    assert 0.95 * found.computed <= computed.bytes <= 1.1 * found.computed
-    assert 0.95 * found.everything <= everything.bytes <= 1.1 * found.everything
+    most = 1.1 if make is _bert else 1.05  # predicted too high, see docs/scheduling.md
+    assert 0.95 * found.computed <= computed.bytes <= most * found.computed
+    assert 0.95 * found.everything <= everything.bytes <= most * found.everything

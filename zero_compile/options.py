@@ -260,8 +260,7 @@ def _complaint(error: ValidationError) -> str:
     section = _SECTIONS.get(str(first["loc"][0]))
     if section is not None and first["type"] == "extra_forbidden":
         known = sorted(section.model_fields)
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _meant(str(first["loc"][-1]), known)
         return f"unknown key {name!r}.{hint} Valid keys: {', '.join(known)}."
     if section is not None and len(first["loc"]) == 1:
         return (
@@ -292,6 +291,9 @@ def _unknown(name: object) -> str:
     known = sorted([*Options.model_fields, "config"])
     if not isinstance(name, str):
         return f"names of options are strings, got {name!r}. Valid options: {', '.join(known)}."
+    return f"unknown option {name!r}.{_meant(name, known)} Valid options: {', '.join(known)}."
+
+
+def _meant(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown option {name!r}.{hint} Valid options: {', '.join(known)}."
+    return f" Did you mean {near[0]!r}?" if near else ""
