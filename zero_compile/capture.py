@@ -32,6 +32,7 @@ from zero_runtime.gradient import Place
 from zero_runtime.offload import Offload
 from zero_runtime.optimizer import HOOKS
 from zero_runtime.plan import BucketPlan, Policy, Stage, TiledPlan, dtype_name
+from zero_runtime.put_off import puts_off
 from zero_runtime.session import Session, session_of
 from zero_runtime.tiles import Tile, TiledBucket
 
@@ -253,6 +254,7 @@ def _session_for(
     if known:
         return _united(known)
     session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
+    session.synchronise = not puts_off(parameters)
     if isinstance(options.update_in_backward, torch.optim.Optimizer):
         session.updates.meet(HOOKS.offloaded_part(options.update_in_backward))
     return session
@@ -333,13 +335,6 @@ def _claim(session: Session, name: str, parameter: nn.Parameter) -> Entry:
     if owner is not None:
         return owner.claim(name, parameter)
     refuse_parameter(name, parameter)
-    if compat.autograd_holds(parameter):
-        raise UnsupportedError(
-            f"{name} is part of an autograd graph that was made before the compiled model first ran. If "
-            "code that is not compiled uses it earlier in the same forward, run the model once under "
-            "torch.no_grad() before training: later uses then gather it. If an earlier loss is still "
-            "referenced, drop it (del loss)."
-        )
     return session.claim(name, parameter)
 
 

@@ -31,7 +31,7 @@ def at_rest(parameter: nn.Parameter) -> tuple[Session, Entry] | None:
     session.finish_refresh()
     session.lent.settle()
     entry = session.entry(parameter)
-    if entry.state is ParameterState.HELD:
+    if entry.state is ParameterState.HELD and not entry.pinned:
         raise ZeroError(
             f"{entry.name} is held whole by a block of GatheredParameters: leave it first"
         )

@@ -1,7 +1,8 @@
 """One bucket at run time: this rank's shard, and the transfers that gather and reduce it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Flight(NamedTuple):
 
 
 _DEFAULT = Policy()
+NOTHING: Mapping[Slot, torch.Tensor] = MappingProxyType({})
 
 
 class Bucket:
@@ -61,8 +63,6 @@ class Bucket:
         self._masters = self._shelf("masters", plan.chunk, torch.float32, plan.residence.optimizer)
         self._fetching: Moving | None = None
         self._stepped: torch.Tensor | None = None
-        self._unreduced: torch.Tensor | None = None
-        self._waiting: set[Slot] = set()
 
     def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
         return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier)
@@ -79,10 +79,9 @@ class Bucket:
         """The bucket that holds the elements: this one, unless it is a part of another."""
         return self
 
-    @property
-    def waiting(self) -> set[Slot]:
-        """Slots whose gradients were kept whole and await the next reduction."""
-        return self._waiting
+    def share_of(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        """Where the slot's gradient belongs in ``own``, that of the whole parameter at :attr:`home`: a view."""
+        return own
 
     @property
     def shelves(self) -> tuple[Shelf, Shelf]:
@@ -322,11 +321,16 @@ class Bucket:
         """Start gathering every rank's part into :attr:`flat`, in place."""
         return Flight(self.flat, self._transport.all_gather(self.flat, self.shard))
 
-    def start_reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> Flight:
+    def start_reduce(
+        self,
+        slots: Sequence[Slot],
+        gradients: Sequence[torch.Tensor],
+        along: Mapping[Slot, torch.Tensor] = NOTHING,
+    ) -> Flight:
         """Start averaging whole ``gradients`` of ``slots``; this rank's part arrives as ``[chunk]``.
 
         At stage 1 all of the average arrives, ``[padded]``. Elements that no gradient covers count
-        as zero.
+        as zero. What is ``along``, by slot, is added to the slot's gradient.
         """
         shard = self.empty_shard()
         in_place = self.group.world_size == 1 or self.stage is Stage.OPTIMIZER
@@ -335,15 +339,18 @@ class Bucket:
         else:
             packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
         self._pack(slots, gradients, packed)
-        if self._unreduced is not None:
-            packed.add_(self._unreduced)
-            self._unreduced = None
-            self._waiting.clear()
+        for slot, own in along.items():
+            self.whole(slot, packed).add_(own)
         return self._send(packed, shard)
 
-    def reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def reduce(
+        self,
+        slots: Sequence[Slot],
+        gradients: Sequence[torch.Tensor],
+        along: Mapping[Slot, torch.Tensor] = NOTHING,
+    ) -> torch.Tensor:
         """As :meth:`start_reduce`, waited for, and moved to where the optimizer works."""
-        reduced = self.start_reduce(slots, gradients).land()
+        reduced = self.start_reduce(slots, gradients, along).land()
         return self.evict(reduced).land() if self.evicts else reduced
 
     @property
@@ -369,13 +376,6 @@ class Bucket:
         if self.stage is Stage.OPTIMIZER:
             return 0
         return self.plan.reducing_bytes(self.reduce_dtype)
-
-    def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
-        """Add whole gradients to those that await the next :meth:`start_reduce`; nothing is sent."""
-        packed = flat_buffer(self.plan.padded, self.reduce_dtype, self.device)
-        self._pack(slots, gradients, packed)
-        self._unreduced = packed if self._unreduced is None else self._unreduced.add_(packed)
-        self._waiting.update(slots)
 
     def forget(self) -> None:
         """A graph has ended: drop what it began to put together for this bucket and did not finish."""

@@ -160,7 +160,7 @@ class Building:
         if entry.state is not ParameterState.SHARDED or not self._alone(entry):
             return False
         bucket, parameter = entry.place.bucket, entry.parameter
-        idle = not bucket.waiting and not bucket.shelves[1].used and entry.destination is None
+        idle = not bucket.shelves[1].used and entry.destination is None
         return idle and parameter is not None and parameter.grad is None and not self._session.steps
 
     def unseen(self) -> list[Bucket]:

@@ -256,6 +256,13 @@ class Group:
             dist.all_reduce(value, group=self.replicas)
         return value.div_(self.data_ranks)
 
+    def maximum(self, value: torch.Tensor) -> torch.Tensor:
+        """The maximum of ``value`` over all ranks that train the model, in place and returned."""
+        self.max(value)
+        if self.replicas is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.replicas)
+        return value
+
     def broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
         """``value`` as the rank ``source`` (of the default group) has it, in place and returned.
 

@@ -221,6 +221,41 @@ def guard_identity(placeholder: torch.fx.Node) -> None:
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
+def hook_first(
+    leaf: torch.Tensor, function: Callable[[torch.Tensor | None], torch.Tensor | None]
+) -> None:
+    """Register a hook on a leaf's gradient, before all that are there; also on one that is frozen."""
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = leaf.requires_grad
+        leaf.requires_grad_(True)
+        handle = leaf.register_hook(function)
+        leaf._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+        leaf.requires_grad_(trained)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the backward under way adds to ``parameter.grad``; ``torch.autograd.grad`` does not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it has no answer for the inputs of torch.autograd.grad
+        return False
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` once the backward under way is complete, or now if there is none."""
+    if in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    else:
+        function()
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether another library partitions this tensor already."""
     return dist.is_available() and isinstance(tensor, DTensor)

@@ -1,11 +1,14 @@
 """One parameter of a session, and the states it goes through."""
 
 import weakref
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import nn
 
+from zero_runtime import compat
 from zero_runtime.buffers import fingerprint, husk
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
@@ -43,6 +46,9 @@ class Entry:
         """Digest of what the value was when it was partitioned: equal on ranks that built the same model."""
         self._noted: int | None = None
         self._marked = 0
+        self._watched = False
+        self.pinned = False
+        """Whether the object stays held, for an autograd graph made before the parameter was partitioned."""
         self._home: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
 
@@ -83,6 +89,18 @@ class Entry:
             return self.place.bucket.stays_whole
         return self.state not in (ParameterState.STEPPING, ParameterState.ASIDE)
 
+    def watch(self, arrives: Callable[["Entry", torch.Tensor | None], torch.Tensor | None]) -> None:
+        """Have ``arrives`` see, and replace, what autograd is about to add to the gradient. Idempotent.
+
+        Before hooks of the user's, which see the gradient that the parameter has with one rank.
+        """
+        parameter = self.parameter
+        if parameter is None or self._watched:
+            return
+        if parameter.is_floating_point() or parameter.is_complex():
+            compat.hook_first(parameter, partial(arrives, self))
+            self._watched = True
+
     def guard(self, kind: type[nn.Parameter]) -> None:
         """Make the object a ``kind`` that keeps its memory."""
         if self.parameter is not None and self.state is ParameterState.CLAIMED:
@@ -94,13 +112,17 @@ class Entry:
         parameter = self.parameter
         if parameter is None or self.state not in (ParameterState.CLAIMED, ParameterState.GUARDED):
             return
+        pinned = not self.place.bucket.stays_whole and compat.autograd_holds(parameter)
         parameter.__class__ = nn.Parameter
         gradient, parameter.grad = parameter.grad, None
         self.initial_bits = fingerprint(parameter.detach())
         self._home = self._moved_into_bucket(parameter)
-        parameter.data = self._home
+        if not pinned:
+            parameter.data = self._home
         parameter.__class__ = kind
-        self.state = ParameterState.SHARDED
+        self.state = ParameterState.HELD if pinned else ParameterState.SHARDED
+        self.pinned = pinned
+        self.mark()
         self._widen_gradient(parameter)
         if gradient is not None:
             parameter.grad = self._as_kept(gradient)
@@ -157,11 +179,21 @@ class Entry:
         return 0 if parameter is None else parameter._version
 
     def let_go(self) -> None:
-        """The inverse of :meth:`hold`; the bucket's value counts."""
+        """The inverse of :meth:`hold`; the bucket's value counts. Nothing while the parameter is pinned."""
+        if self.pinned:
+            return
         if self.parameter is not None:
             assert self._home is not None
             self._swap(self._home)
         self.state = ParameterState.SHARDED
+
+    def unpin(self, *, at_once: bool) -> bool:
+        """Have :meth:`let_go` free the memory, ``at_once`` or if no autograd graph needs it. Whether it will."""
+        parameter = self.parameter
+        if not at_once and parameter is not None and compat.autograd_holds(parameter):
+            return False
+        self.pinned = False
+        return True
 
     def _swap(self, memory: torch.Tensor) -> None:
         parameter = self.parameter

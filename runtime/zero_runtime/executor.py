@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from zero_runtime.agreement import digest_of
-from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.bucket import Bucket, Flight, refuse_sparse
 from zero_runtime.buffers import husk, in_memory_order
 from zero_runtime.collectives import Done
 from zero_runtime.depot import Moving
 from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place, SpentGradient
 from zero_runtime.plan import OF_SAVED, Phase, Plan, Slot, StepKind
+from zero_runtime.put_off import whole_like
 from zero_runtime.saved import Crossing
 from zero_runtime.session import Session
 from zero_runtime.tiles import Arriving, TiledBucket
@@ -64,6 +65,11 @@ class Executor:
         self._dtypes: dict[int, torch.dtype] = {}
         self._gathered = 0
         self._reduced: dict[int, list[Slot]] = {}
+        self._own: dict[Slot, torch.Tensor] = {}
+        """Whole gradients that are not reduced now, by the slots of their parameters."""
+        self._along: dict[Slot, torch.Tensor] = {}
+        """Such gradients of earlier backwards, which reductions of this one take along: each slot once."""
+        self._taken: set[Slot] = set()
         self._evicting: list[Moving | Arriving] = []
         self._crossing = Crossing(session.saved, plan)
         self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
@@ -75,12 +81,16 @@ class Executor:
         self.session.end_step()
         self.session.finish_refresh()
         self.session.lent.settle()
+        self.session.unpin()
         self.session.refuse_ahead()
         self._agree()
         self._cursor, self._gathered = 0, 0
         if self.plan.phase is Phase.FORWARD:
             self.session.opening = self._opening
             self.session.updates.expect(list(dict.fromkeys(b.home for b in self._buckets)))
+        if self._gradients and self.session.synchronise:
+            self._along = self.session.late.take_along(self._gradients.values())
+            self.session.late.reduce_after_backward()
         token = _current.set(self)
         self.session.observer.begin(self.plan)
         try:
@@ -151,14 +161,35 @@ class Executor:
         self._advance(StepKind.REDUCE_SCATTER_START, bucket)
         places = [self._buckets[bucket].plan.slots[i] for i in slots]
         self._reduced[bucket] = places
-        if not self.session.synchronise:
-            self._buckets[bucket].keep_whole(places, gradients)
-            flight = Flight(self._buckets[bucket].empty_shard(), Done())
-            self._flights[StepKind.REDUCE_SCATTER_START, bucket] = flight
-            return
         step = (StepKind.REDUCE_SCATTER_START, bucket)
-        self._flights[step] = self._buckets[bucket].start_reduce(places, gradients)
+        if not self.session.synchronise:
+            self._keep(self._buckets[bucket], places, gradients)
+            self._flights[step] = Flight(self._buckets[bucket].empty_shard(), Done())
+            return
+        along = self._take_along(self._buckets[bucket], places)
+        self._flights[step] = self._buckets[bucket].start_reduce(places, gradients, along)
         self.session.observer.started(*step, self._buckets[bucket].reducing_bytes)
+
+    def _keep(
+        self, bucket: Bucket, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Add whole gradients to those of their parameters. Copies: the graph goes on using the memory."""
+        for slot, gradient in zip(slots, gradients, strict=True):
+            refuse_sparse(slot.name, gradient)
+            home = slot if bucket.home is bucket else bucket.home.plan.slots[0]
+            if home not in self._own:
+                self._own[home] = whole_like(Place(bucket.home, home)).zero_()
+            bucket.share_of(slot, self._own[home]).add_(gradient)
+
+    def _take_along(self, bucket: Bucket, slots: Sequence[Slot]) -> dict[Slot, torch.Tensor]:
+        """What was put off for these slots, each once, though a graph may reduce a tile twice."""
+        found = {}
+        for slot in slots:
+            home = slot if bucket.home is bucket else bucket.home.plan.slots[0]
+            if home in self._along and slot not in self._taken:
+                found[slot] = bucket.share_of(slot, self._along[home])
+                self._taken.add(slot)
+        return found
 
     def finish_reduce(self, bucket: int) -> torch.Tensor:
         """This rank's part of the averaged bucket, flat, once it is complete."""
@@ -289,16 +320,19 @@ class Executor:
             bucket.home.forget()
         self._flights.clear()
         self._evicting.clear()
+        self._along.clear()
+        self._taken.clear()
 
     def _with_gradients(self, outputs: Sequence[Any]) -> list[Any]:
         result = list(outputs)
         for position, place in self._gradients.items():
             result[position] = self._gradient(place, result[position])
+        self._own.clear()
         return result
 
-    def _gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor:
         if not self.session.synchronise:
-            return None  # whole, in its bucket, until the next reduction
+            return self.session.late.keep(place, self._own[place.slot])
         if self.session.updates.has(place.bucket):
             return SpentGradient(place)
         return self.session.reduced_gradient(place, reduced)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_runtime import compat
+from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket
 from zero_runtime.collectives import Group
 from zero_runtime.compat import pytree
@@ -82,6 +83,10 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not all(
+            issubclass(kind, ShardedGradient | SpentGradient | PendingNorm) for kind in types
+        ):
+            return NotImplemented  # a gradient that is put off, say, knows what to do
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func) or _handler_by_kind(func)
         if handler is None:
@@ -204,6 +209,8 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     _refuse_plain_targets(func, written)
     place = _place_of(func, [args, kwargs])
+    if func in _ACCUMULATING and compat.in_backward():
+        args = [_averaged(x, place) for x in args]
     cut = lambda x: _cut(func, x, place)  # noqa: E731
     result = func(*pytree.tree_map(cut, args), **pytree.tree_map(cut, kwargs))
     if written:
@@ -300,6 +307,20 @@ def _cut(func: Any, operand: Any, place: Place) -> Any:
             f"gradient of {place.slot.name} {place.slot.shape}. Expand it first, or call .full_tensor()."
         )
     return place.bucket.part_of(place.slot, operand)
+
+
+def _averaged(operand: Any, place: Place) -> Any:
+    """A whole gradient that autograd adds to ours, from code that does not know of ranks: their mean.
+
+    What is equal on all ranks, because a hook computed it from parameters, stays what it is. Collective.
+    """
+    if isinstance(operand, ShardedGradient) or not isinstance(operand, torch.Tensor):
+        return operand
+    if tuple(operand.shape) != place.slot.shape:
+        return operand
+    what = f"an average of a gradient of {place.slot.name} that reached autograd outside the graphs"
+    place.group.agreement.check(digest_of([what]), lambda: [what], new=False)
+    return place.group.average(operand.clone())
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -468,6 +489,9 @@ _ELEMENTWISE = {
     aten.nan_to_num_.default,
 }
 
+
+#: How autograd adds up what reaches one parameter in several ways.
+_ACCUMULATING = {aten.add.Tensor, aten.add_.Tensor}
 
 #: Of the operations on lists those that do not work element by element.
 _REDUCING = {

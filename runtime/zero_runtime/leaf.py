@@ -85,11 +85,16 @@ class _Visit:
         return memory.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def reduce(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-        """The mean of each gradient over the ranks; an expert that had no tokens counts as zero."""
-        whole = [
-            g if g is not None else _zeros(e) for g, e in zip(gradients, self.entries, strict=True)
-        ]
-        return iter(self.session.average_buckets(self.entries, whole, f"leaf module {self._name}"))
+        """The mean of each gradient over the ranks; None where no rank has one. Collective.
+
+        An expert that had tokens on other ranks only counts as zero here.
+        """
+        what = f"leaf module {self._name}"
+        used = self.session.anywhere([g is not None for g in gradients], what)
+        pairs = [(e, g) for e, g, u in zip(self.entries, gradients, used, strict=True) if u]
+        whole = [_zeros(e) if g is None else g for e, g in pairs]
+        averaged = iter(self.session.average_buckets([e for e, _ in pairs], whole, what))
+        return (next(averaged) if u else None for u in used)
 
 
 def _zeros(entry: Entry) -> torch.Tensor:
@@ -104,6 +109,7 @@ class _Open(torch.autograd.Function):
     def forward(ctx: Any, visit: _Visit, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.visit = visit
         ctx.needed = ctx.needs_input_grad[1:]
+        ctx.set_materialize_grads(False)  # an expert without tokens has no gradient, not zeros
         token = torch.zeros(())
         return (token, *visit.open())
 

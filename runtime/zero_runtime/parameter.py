@@ -93,7 +93,7 @@ class _GatherOnce(torch.autograd.Function):
 
     @staticmethod
     @compat.outside_dynamo
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor | None:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (gradient,) = gradients
         return ctx.session.average(ctx.entry, gradient)  # type: ignore[no-any-return]
 

@@ -17,12 +17,13 @@ from zero_runtime.collectives import Group
 from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.errors import UnsupportedError, ZeroError
-from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
 from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
+from zero_runtime.put_off import LateReductions, PutOffGradient, whole_like
 from zero_runtime.recorder import Observer, Recorder, Silent
 from zero_runtime.saved import SavedStore
 from zero_runtime.tiles import TiledBucket
@@ -68,6 +69,11 @@ class Session:
         self.warned: set[tuple[str, int]] = set()
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""
+        self.late = LateReductions(self)
+        """Gradients that ``no_sync`` puts off."""
+        self._pinned: list[Entry] = []
+        self._averaged: dict[Entry | Place, tuple[int, int]] = {}
+        """Plain gradients that were averaged here, until they arrive at their parameters."""
         self.leaves: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
         """Modules that are gathered as a whole, and what does it."""
         self.observer: Observer = Silent()
@@ -150,11 +156,16 @@ class Session:
         for bucket, entries in members.items():
             for entry in entries:
                 entry.shard(self._class)
+                entry.watch(_arrives)
+                if entry.pinned and entry not in self._pinned:
+                    self._pinned.append(entry)
             bucket.put_away()
 
     def hollow(self, entry: Entry) -> torch.Tensor:
         """Free a placed parameter's memory. Returns its value, which nothing else holds then."""
-        return entry.hollow(self._class)
+        whole = entry.hollow(self._class)
+        entry.watch(_arrives)
+        return whole
 
     def adopt_entries(self, entries: Sequence[Entry]) -> None:
         """Entries of another session become this one's."""
@@ -169,6 +180,7 @@ class Session:
         """Watch over parameters outside the graph: eager code that trains them has them averaged."""
         for entry in entries:
             entry.guard(self._class)
+            entry.watch(_arrives)
 
     def rescue(self, root: nn.Module) -> None:
         """Have ``root.state_dict()`` see parameters also after a step that failed. Idempotent."""
@@ -181,9 +193,7 @@ class Session:
     def settle(self) -> None:
         """Before a step: reduce what was put off, partition what no graph has used."""
         self.building.finish({})
-        for bucket in self.buckets:
-            if bucket.waiting:
-                self._reduce_waiting(bucket)
+        self.late.reduce()
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         self.place(rest)
         if rest or self.building.moving():
@@ -196,17 +206,7 @@ class Session:
                 bucket.compared = True
             self.group.agreement.check(digest_of(values), lambda: values, new=False)
 
-    def _reduce_waiting(self, bucket: Bucket) -> None:
-        waiting = set(bucket.waiting)
-        self.agree(f"a reduction that no_sync put off, bucket {bucket.serial}")
-        shard = bucket.reduce([], [])
-        for entry in self.entries:
-            parameter = entry.parameter
-            if parameter is None or not entry.placed or entry.place.bucket is not bucket:
-                continue
-            if entry.place.slot in waiting:
-                gradient = self.reduced_gradient(entry.place, shard)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    # -------------------------------------------------------------- the optimizer's step
 
     def begin_step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn parameters into their flat shards for ``optimizer.step()``."""
@@ -223,6 +223,7 @@ class Session:
         """Values are about to change: nothing gathered or fetched stays. Once a step, not once a parameter."""
         if self._stepping:
             return
+        self.unpin(at_once=True)
         for entry in self.holdings:
             raise ZeroError(
                 f"optimizer.step() inside a block that holds {entry.name} whole: leave the block of "
@@ -234,6 +235,20 @@ class Session:
             for bucket in self.buckets:
                 bucket.drop_fetch()
         self._stepping = True
+
+    def unpin(self, *, at_once: bool = False) -> None:
+        """Free parameters that stayed whole for an autograd graph older than their partition, ``at_once`` (a
+        step changes them, after which a backward of that graph is autograd's own error) or if it is done.
+        """
+        for entry in self._pinned:
+            if entry.ahead and entry.parameter is not None:  # written to, by every rank
+                self.put(entry, as_plain(entry.parameter).detach())
+                entry.mark()
+        done = [entry for entry in self._pinned if entry.unpin(at_once=at_once)]
+        for entry in done:
+            self._pinned.remove(entry)
+            if entry not in self.holdings:
+                entry.let_go()
 
     def refuse_ahead(self) -> None:
         """Raise if a graph would not see a change that was made to a parameter that is held whole.
@@ -328,25 +343,36 @@ class Session:
         if not bucket.compared:
             entry.note_value(whole)
 
-    def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
+    def average(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
         """The mean of whole gradients over the ranks; partitioned if the parameter is. Collective.
 
-        None where reductions are put off: the gradient waits in its bucket.
+        Not collective where reductions are put off.
 
         Raises:
             UnsupportedError: the gradient is sparse.
         """
         refuse_sparse(entry.name, gradient)
         self._refuse_late(entry)
+        if entry.placed and not self.synchronise:
+            return self.late.keep(entry.place, whole_like(entry.place).copy_(gradient))
+        self.late.reduce_after_backward()
         if not entry.placed or self.stage is Stage.OPTIMIZER:
             self.agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
-            return self.group.average(gradient.clone())
+            averaged = self.group.average(gradient.clone())
+            self._averaged[entry.place if entry.placed else entry] = _identity(averaged)
+            return averaged
         bucket, slot = entry.place
-        if not self.synchronise:
-            bucket.keep_whole([slot], [gradient])
-            return None
         self.agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         return self.reduced_gradient(entry.place, bucket.reduce([slot], [gradient]))
+
+    def arriving(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The mean of a plain gradient that autograd is about to accumulate; None if it is that already.
+
+        Collective, unless it is one that was averaged here: what came another way is each rank's own, and
+        the mean of a sum of both is right too.
+        """
+        known = self._averaged.pop(entry.place if entry.placed else entry, None)
+        return None if known == _identity(gradient) else self.average(entry, gradient)
 
     def _refuse_late(self, entry: Entry) -> None:
         if entry.placed and self.updates.has(entry.place.bucket):
@@ -362,33 +388,43 @@ class Session:
         flights = [bucket.start_gather(bucket.plan.torch_dtype) for bucket in buckets]
         return [flight.land() for flight in flights]
 
+    def anywhere(self, here: Sequence[bool], what: str) -> list[bool]:
+        """Which of ``here`` are true on any rank. Collective."""
+        self.agree(f"a comparison of which parameters of {what} have gradients")
+        device = next((e.place.bucket.device for e in self.entries if e.placed), None)
+        flags = torch.tensor(here, dtype=torch.int32, device=device)
+        return [bool(x) for x in self.group.maximum(flags)]
+
     def average_buckets(
         self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor], what: str
-    ) -> list[torch.Tensor | None]:
+    ) -> list[torch.Tensor]:
         """As :meth:`average`, for many entries at once: one reduction a bucket."""
         members: dict[Bucket, list[int]] = {}
         for number, entry in enumerate(entries):
             self._refuse_late(entry)
             members.setdefault(entry.place.bucket, []).append(number)
-        averaged: list[torch.Tensor | None] = [None] * len(entries)
-        if self.synchronise:
-            self.agree(f"a reduction of {what}, buckets {[b.serial for b in members]}")
+        if not self.synchronise:
+            pairs = zip((e.place for e in entries), gradients, strict=True)
+            return [self.late.keep(place, whole_like(place).copy_(g)) for place, g in pairs]
+        averaged: list[Any] = [None] * len(entries)
+        self.agree(f"a reduction of {what}, buckets {[b.serial for b in members]}")
+        along = self.late.take_along(e.place for e in entries)
         for bucket, numbers in members.items():
             slots = [entries[n].place.slot for n in numbers]
-            whole = [gradients[n] for n in numbers]
-            if not self.synchronise:
-                bucket.keep_whole(slots, whole)
-                continue
-            reduced = bucket.reduce(slots, whole)
+            with_it = {slot: along[slot] for slot in slots if slot in along}
+            reduced = bucket.reduce(slots, [gradients[n] for n in numbers], with_it)
             for number in numbers:
                 averaged[number] = self.reduced_gradient(entries[number].place, reduced)
+        self.late.reduce_after_backward()
         return averaged
 
     def reduced_gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient out of its reduced bucket, in the form the stage keeps."""
         bucket, slot = place
         if self.stage is Stage.OPTIMIZER:
-            return bucket.whole(slot, reduced).to(bucket.gradient_dtype)
+            whole = bucket.whole(slot, reduced).to(bucket.gradient_dtype)
+            self._averaged[place] = _identity(whole)
+            return whole
         return ShardedGradient(bucket.local(slot, reduced), place, bucket.gradient_dtype)
 
     def place(self, entries: Sequence[Entry]) -> None:
@@ -418,6 +454,25 @@ class Session:
         """What was held at once, against what the plans allow."""
         planned = max((plan.peak_gathered_bytes for plan in self.plans), default=0)
         return GatheredBytes(self.gathered_peak, planned)
+
+
+def _arrives(entry: Entry, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook: the gradient of a parameter in the form its stage keeps. Collective where it is this rank's
+    own, because it came another way than through our operators.
+    """
+    session = session_of(entry.parameter)
+    if session is None or gradient is None:
+        return None
+    if isinstance(gradient, PutOffGradient):
+        session.late.make_room(entry)
+    if isinstance(gradient, ShardedGradient | SpentGradient | PutOffGradient):
+        return None
+    return session.arriving(entry, gradient)
+
+
+def _identity(gradient: torch.Tensor) -> tuple[int, int]:
+    """Tells a gradient from any other, and from what it is after something was added to it."""
+    return gradient.data_ptr(), gradient._version
 
 
 def session_of(parameter: object) -> Session | None:

@@ -6,12 +6,12 @@ optimizer, norms and offloading see one parameter with one shard (Rajbhandari et
 2021, section 5.1.3, without a change to the model).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from zero_runtime.bucket import Bucket, Flight
+from zero_runtime.bucket import NOTHING, Bucket, Flight
 from zero_runtime.buffers import flat_buffer
 from zero_runtime.collectives import Group, Several, Transfer
 from zero_runtime.depot import Depot, Moving
@@ -90,10 +90,20 @@ class Tile(Bucket):
             return super().empty_shard()
         return self._whole.room_for(self)
 
-    def start_reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> Flight:
+    def share_of(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        """The tile's rows or columns of ``own``, a gradient of the whole parameter."""
+        plan = self._whole.plan
+        return own.narrow(plan.dim, sum(plan.sizes[: self._number]), plan.sizes[self._number])
+
+    def start_reduce(
+        self,
+        slots: Sequence[Slot],
+        gradients: Sequence[torch.Tensor],
+        along: Mapping[Slot, torch.Tensor] = NOTHING,
+    ) -> Flight:
         """As of any bucket. A gradient after the first, since :meth:`TiledBucket.collect`, is added to it."""
         again = self._whole.reduced(self)
-        flight = super().start_reduce(slots, gradients)
+        flight = super().start_reduce(slots, gradients, along)
         if self.evicts:
             return flight
         total = self._whole.take(self)
@@ -128,11 +138,6 @@ class TiledBucket(Bucket):
     def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
         pieces = [tile.chunk for tile in self.plan.tiles]
         return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier, pieces)
-
-    @property
-    def waiting(self) -> set[Slot]:
-        """The one slot, if gradients of its tiles were kept whole."""
-        return set(self.plan.slots) if any(tile.waiting for tile in self.tiles) else set()
 
     def drop_fetch(self) -> None:
         """What was fetched ahead, of the whole or of tiles, is about to be out of date."""
@@ -178,21 +183,22 @@ class TiledBucket(Bucket):
 
     # -------------------------------------------------------------- its gradient
 
-    def reduce(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Average a whole gradient, or what awaits it, one tile after another; this rank's ``[chunk]``."""
-        for number, tile in enumerate(self.tiles):
-            own = tile.plan.slots if slots else ()
-            parts = [g.split(self.plan.sizes, self.plan.dim)[number] for g in gradients]
-            reduced = tile.start_reduce(own, parts).land()
+    def reduce(
+        self,
+        slots: Sequence[Slot],
+        gradients: Sequence[torch.Tensor],
+        along: Mapping[Slot, torch.Tensor] = NOTHING,
+    ) -> torch.Tensor:
+        """Average a whole gradient one tile after another; this rank's ``[chunk]``."""
+        for tile in self.tiles:
+            slot = tile.plan.slots[0]
+            parts = [tile.share_of(slot, g) for g in gradients]
+            shares = [tile.share_of(slot, own) for own in along.values()]
+            with_it = dict(zip((slot,), shares, strict=False))
+            reduced = tile.start_reduce((slot,), parts, with_it).land()
             if self.evicts:
                 tile.evict(reduced)
         return self.collect().land()
-
-    def keep_whole(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
-        """Add a whole gradient to what awaits the next reduction."""
-        for gradient in gradients:
-            for tile, part in self._cut(gradient):
-                tile.keep_whole(tile.plan.slots, [part])
 
     def collect(self) -> Flight | Arriving:
         """The gradient ``[chunk]`` of which every tile was reduced; further reductions make a new one."""

@@ -19,7 +19,6 @@ from zero_compile.deepspeed.scaling import LossScale
 from zero_compile.no_sync import no_sync
 from zero_runtime import compat
 from zero_runtime.errors import UnsupportedError, ZeroError
-from zero_runtime.session import session_of
 
 
 class Engine:
@@ -167,13 +166,9 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep whole local gradients, which the first one outside reduces too.
 
-        Works at every stage, see :func:`zero_compile.no_sync`. Before the model's first forward it changes
-        nothing but speed.
+        Works at every stage, see :func:`zero_compile.no_sync`.
         """
-        if any(session_of(p) is not None for p in self.module.parameters()):
-            with no_sync(self.module):
-                yield
-        else:
+        with no_sync(self.module):
             yield
 
     # -------------------------------------------------------------- what it knows
