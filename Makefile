@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := zero_compile runtime bench examples tools tests setup.py
 TORCH ?= torch==2.13.0
-CSRC := $(wildcard csrc/*.h csrc/*.cpp csrc/tests/*.cpp csrc/cuda/*.h csrc/cuda/*.cpp)
+CSRC := $(wildcard csrc/*.h csrc/*.cpp csrc/tests/*.cpp csrc/cuda/*.h csrc/cuda/*.cpp csrc/storage/*.cpp)
 
 # One thread a rank, on the loopback device: the two-rank cluster of this Makefile.
 LOCAL := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo

@@ -52,10 +52,12 @@ CUDA_FLAGS = ["-DUSE_CUDA"]
 
 NATIVE = "zero_runtime._native"
 CUDA = "zero_runtime._cuda"
+FREED = "zero_runtime._freed"
 #: What each is called, and what its absence costs.
 EXTENSIONS = {
     NATIVE: ("C++", "packing and summing are slower"),
     CUDA: ("CUDA", "pinned memory is rounded up to powers of two"),
+    FREED: ("storage", "C++ code that reads a partitioned parameter ends the process"),
 }
 
 
@@ -92,6 +94,18 @@ def native_extension() -> Any:
         sorted(glob.glob("csrc/*.cpp")),
         depends=sorted(glob.glob("csrc/*.h")),
         extra_compile_args={"cxx": COMPILE_FLAGS},
+        py_limited_api=True,
+    )
+
+
+def freed_extension() -> Any:
+    """Return the extension that needs more than the stable ABI, and is used beside this PyTorch only."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension(  # type: ignore[no-untyped-call]
+        FREED,
+        ["csrc/storage/freed.cpp"],
+        extra_compile_args={"cxx": ["-std=c++20", "-O2", "-g0"]},
         py_limited_api=True,
     )
 
@@ -150,7 +164,7 @@ def extension_arguments() -> dict[str, Any]:
                 self.failed.append(ext.name)
 
     return {
-        "ext_modules": [native_extension(), *cuda_extensions()],
+        "ext_modules": [native_extension(), freed_extension(), *cuda_extensions()],
         # Without ninja the sources keep their relative paths, which error messages quote.
         "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=False)},  # type: ignore[no-untyped-call]
         "options": {"bdist_wheel": {"py_limited_api": PYTHON_ABI}},

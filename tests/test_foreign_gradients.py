@@ -11,6 +11,7 @@ from torch import nn
 from training import mine, whole_parameters
 
 import zero_compile
+from zero_runtime import freed
 
 
 class Product(torch.autograd.Function):
@@ -193,3 +194,58 @@ def _early(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_code_before_the_first_graph_trains_from_the_first_step(stage: int) -> None:
     ranks.run(2, _early, stage)
+
+
+def test_a_loss_of_before_the_partition_has_a_backward() -> None:
+    model = nn.Linear(2, 2)
+    reference = copy.deepcopy(model)
+    losses = [m(torch.ones(1, 2)).square().sum() for m in (model, reference)]
+    zero_compile.partition(model)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)
+
+
+def test_after_a_step_it_is_autograds_own_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loss = model(torch.ones(1, 2)).square().sum()
+    zero_compile.partition(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@torch.jit.script
+def scripted(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (w * x).sum()
+
+
+@pytest.mark.skipif(not freed.AVAILABLE, reason="the extension for this was not built")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: scripted(p, torch.ones(3)),
+        lambda p: torch.func.grad(lambda w: w.square().sum())(p),
+        lambda p: torch.func.vmap(lambda w: w.square().sum())(p),
+        lambda p: p.data_ptr(),
+    ],
+    ids=["scripted", "grad", "vmap", "pointer"],
+)
+def test_code_that_reads_freed_memory_is_told_what_to_do(read: Any) -> None:
+    model = nn.Linear(3, 3)
+    zero_compile.partition(model)
+    with pytest.raises(RuntimeError, match=r"^weight is partitioned .*\.view_as\(parameter\)"):
+        read(model.weight)
+
+
+def test_what_the_message_advises_is_right() -> None:
+    model = nn.Linear(3, 3)
+    reference = copy.deepcopy(model)
+    zero_compile.partition(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted(model.weight.view_as(model.weight), torch.ones(3)).backward()
+    scripted(reference.weight, torch.ones(3)).backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)

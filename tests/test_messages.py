@@ -102,16 +102,6 @@ def test_a_model_inside_ddp_is_refused_with_what_to_do(fake_group: FakeGroup) ->
         model(torch.ones(2, 6))
 
 
-def test_a_loss_of_before_is_to_be_dropped() -> None:
-    model = nn.Linear(2, 2)
-    loss = model(torch.ones(1, 2)).sum()
-    with pytest.raises(UnsupportedError, match=r"^weight is part of an autograd .*\(del loss\)\."):
-        zero_compile.partition(model)
-    del loss
-    zero_compile.partition(model)
-    assert session_of(model.weight) is not None
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_conversion_after_partitioning_names_parameter_and_dtypes(stage: int) -> None:
     model = nn.Linear(4, 4)

@@ -11,6 +11,7 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.buffers import fingerprint, husk
 from zero_runtime.errors import ZeroError
+from zero_runtime.freed import refuse_reads
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.plan import Stage
 
@@ -49,6 +50,8 @@ class Entry:
         self._watched = False
         self.pinned = False
         """Whether the object stays held, for an autograd graph made before the parameter was partitioned."""
+        self.no_memory = torch.UntypedStorage(0)
+        """What the parameter shows as its storage while its memory is freed."""
         self._home: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
 
@@ -134,7 +137,7 @@ class Entry:
         parameter.__class__ = nn.Parameter
         gradient, parameter.grad = parameter.grad, None
         whole: torch.Tensor = parameter.data
-        self._home = husk(parameter)
+        self._home = refuse_reads(husk(parameter), self.name)
         parameter.data = self._home
         parameter.__class__ = kind
         self.state = ParameterState.SHARDED
@@ -232,7 +235,7 @@ class Entry:
         bucket, slot = self.place
         if not bucket.stays_whole:
             bucket.store(slot, parameter.detach())
-            return husk(parameter)
+            return refuse_reads(husk(parameter), self.name)
         home = bucket.whole(slot, bucket.flat)
         home.copy_(parameter.detach())
         return home

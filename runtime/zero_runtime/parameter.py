@@ -16,6 +16,7 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.freed import advice
 from zero_runtime.lent import aliases
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def _for_one_operation(
     kwargs = kwargs or {}
     if func in _METADATA:
         return _plain(func, args, kwargs)
+    if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
+        return _memory(func, args[0])
     used = {p.session.entry(p): p for p in _parameters((args, kwargs))}
     for session in {p.session for p in used.values()}:
         session.lent.settle(but=used)
@@ -127,6 +130,30 @@ def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> 
         if not parameter.session.building.active and aliases(whole, results):
             parameter.session.lent.lend(parameter.session.entry(parameter), whole)
     return results
+
+
+def _memory(func: Callable[..., Any], parameter: ShardedParameter) -> Any:
+    """The parameter's storage, an empty one where it is freed, or a pointer: 0 for torch itself, which only
+    looks how it is aligned.
+    """
+    entry = parameter.session.entry(parameter)
+    if entry.whole:
+        return func(as_plain(parameter))
+    if func == torch.Tensor.untyped_storage:
+        return entry.no_memory
+    if _asked_by_torch(sys._getframe(1)):
+        return 0
+    raise UnsupportedError(advice(entry.name))
+
+
+def _asked_by_torch(frame: FrameType | None) -> bool:
+    """Whether the code that called one of our hooks is torch's."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch._dynamo.eval_frame" and name.split(".")[0] != "zero_runtime":
+            return bool(name.split(".")[0] == "torch")
+        frame = frame.f_back
+    return False
 
 
 def _data(parameter: ShardedParameter) -> torch.Tensor:
@@ -295,10 +322,8 @@ def _metadata() -> set[Any]:
     methods = (
         "size stride numel dim ndimension nelement element_size is_contiguous is_floating_point "
     )
-    methods += (
-        "is_complex is_signed get_device storage_offset untyped_storage type __hash__ __len__ "
-    )
-    methods += "new requires_grad_ register_hook register_post_accumulate_grad_hook data_ptr is_shared is_inference "
+    methods += "is_complex is_signed get_device storage_offset type __hash__ __len__ "
+    methods += "new requires_grad_ register_hook register_post_accumulate_grad_hook is_shared is_inference "
     methods += "_is_view is_pinned retain_grad is_conj is_neg _use_count has_names backward __dir__"
     tensor = torch.Tensor
     found: set[Any] = {torch.autograd.grad, torch.autograd.backward}
