@@ -101,6 +101,18 @@ def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+def size_hint(size: torch.SymInt, of: Any, unknown: int) -> int:
+    """The number that ``of``, a symbol or an expression of a traced size, stood for.
+
+    Where only the data decides it is ``unknown``, or the nearest bound that is known of it.
+    """
+    sizes = size.node.shape_env
+    if hasattr(sizes, "optimization_hint"):
+        return int(sizes.optimization_hint(of, fallback=unknown))
+    hint = sizes.size_hint(of, allow_none=True)
+    return unknown if hint is None else int(hint)
+
+
 def realizes_inputs(target: object) -> bool:
     """Whether Inductor puts the inputs of this operator into memory before it runs."""
     return target in lowering.needs_realized_inputs or is_kernel(target)
