@@ -41,6 +41,9 @@ SUPPORTED = ((2, 11), (2, 14))
 
 MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
 
+#: What keeps a node of a joint graph in backward though nothing it reads is of backward.
+MUST_BE_IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
 _aten = torch.ops.aten
 _LIBRARY_CALLS = {
     _aten.mm.default,
