@@ -29,6 +29,7 @@ from zero_compile.planner.costs import (
     transfer_seconds,
 )
 from zero_compile.planner.hardware import load
+from zero_compile.planner.sizes import traced_sizes
 from zero_runtime import compat
 from zero_runtime.errors import OptionError
 from zero_runtime.plan import Channel
@@ -231,7 +232,7 @@ def test_a_dynamic_batch_stays_a_symbol_in_which_cost_is_linear():
     for gm, fixed in zip(linear(dynamic=True), linear(), strict=True):
         cost = graph_cost(gm.graph)
         batch = next(s for s in cost.flops.free_symbols if "16" not in s.name)
-        sizes = costs.traced_sizes(gm.graph)
+        sizes = traced_sizes(gm.graph)
         for formula in (cost.flops, cost.bytes):
             rest = formula.subs({s: sizes[s.name] for s in formula.free_symbols - {batch}})
             assert sympy.degree(rest, batch) == 1
@@ -247,7 +248,7 @@ def test_symbolic_shapes_get_no_new_guards():
     before = len(environment.guards)
     formula = graph_cost(gm.graph)
     assert len(environment.guards) == before
-    assert formula.at(costs.traced_sizes(gm.graph)).flops == 2 * 6 * 4 * 3 + 18
+    assert formula.at(traced_sizes(gm.graph)).flops == 2 * 6 * 4 * 3 + 18
 
 
 def test_evaluate_takes_symbols_or_their_names():

@@ -64,6 +64,8 @@ def is_view(node: Node) -> bool:
         return is_view(source)
     if not isinstance(target, torch._ops.OpOverload) or ops.all_gather_wait is target:
         return False
+    if not node.all_input_nodes:  # a view of a Python number
+        return False
     if target in _COPIES_THAT_MAY_VANISH:
         return True
     return any(

@@ -41,6 +41,9 @@ SUPPORTED = ((2, 11), (2, 14))
 
 MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
 
+#: What keeps a node of a joint graph in backward though nothing it reads is of backward.
+MUST_BE_IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
 _aten = torch.ops.aten
 _LIBRARY_CALLS = {
     _aten.mm.default,
@@ -99,6 +102,18 @@ def fake_mode_of(graph: torch.fx.Graph) -> Any:
 
 def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)
+
+
+def size_hint(size: torch.SymInt, of: Any, unknown: int) -> int:
+    """The number that ``of``, a symbol or an expression of a traced size, stood for.
+
+    Where only the data decides it is ``unknown``, or the nearest bound that is known of it.
+    """
+    sizes = size.node.shape_env
+    if hasattr(sizes, "optimization_hint"):
+        return int(sizes.optimization_hint(of, fallback=unknown))
+    hint = sizes.size_hint(of, allow_none=True)
+    return unknown if hint is None else int(hint)
 
 
 def realizes_inputs(target: object) -> bool:

@@ -1,7 +1,8 @@
 """Joint graph: backward gathers again; it is never handed a gathered parameter.
 
 Everything computed from parameters alone (a cast, a transpose, a weight norm) is recomputed too,
-because saving it would keep a whole parameter alive from forward to backward.
+because saving it would keep a whole parameter alive from forward to backward. Reductions stay in
+backward, also those of gradients that do not depend on it (zeros, say).
 """
 
 import torch
@@ -14,7 +15,7 @@ _REGION = 100_000
 
 
 def regather_in_backward(gm: GraphModule, *, derived_too: bool = True) -> GraphModule:
-    """Tag gathers, and what derives from them alone, for recomputation by the partitioner.
+    """Tag gathers, and what derives from them alone, for recomputation by the partitioner, and reductions.
 
     ``derived_too`` is off where gathering costs nothing (stages 1 and 2): the partitioner then weighs
     a cast or a weight norm like anything else.
@@ -25,6 +26,8 @@ def regather_in_backward(gm: GraphModule, *, derived_too: bool = True) -> GraphM
             derived.add(node)
             node.meta["recompute"] = compat.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION
+        elif node.target is ops.reduce:
+            node.meta.update(compat.MUST_BE_IN_BACKWARD)
     return gm
 
 

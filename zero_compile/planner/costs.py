@@ -11,8 +11,9 @@ launch of their own. That is optimistic where Inductor splits one stretch of fus
 kernels, and pessimistic where it fuses across a matmul's epilogue.
 """
 
+import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -31,12 +32,14 @@ from torch.utils.flop_counter import (
 
 from zero_compile.fx_graph import is_delayed, is_view
 from zero_compile.planner.hardware import Hardware, Link
+from zero_compile.planner.sizes import expression, tensors_of, traced_size
 from zero_runtime import compat, ops, tile_kernels
-from zero_runtime.errors import OptionError, PlanError
+from zero_runtime.errors import OptionError
 from zero_runtime.plan import Channel
 
 _aten = torch.ops.aten
 _ZERO = sympy.Integer(0)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,8 @@ def node_cost(node: Node) -> Cost:
     """The node alone: all inputs are read from memory, all outputs written to it; views cost nothing.
 
     FLOPs of matmuls, convolutions and attention are torch's own (``torch.utils.flop_counter``: a
-    multiply-add is two); anything else counts one for each output element.
-
-    Raises:
-        PlanError: torch's formula does not accept the node's symbolic shapes.
+    multiply-add is two); anything else counts one for each output element, and so does what a
+    formula cannot count, which the log says (DEBUG).
     """
     if role(node) not in (Role.FUSED, Role.KERNEL):
         return Cost()
@@ -79,11 +80,7 @@ def node_cost(node: Node) -> Cost:
 
 
 def fused_costs(graph: Graph) -> dict[Node, Cost]:
-    """What each node costs as a part of its graph, fusion considered as this module describes.
-
-    Raises:
-        PlanError: torch's formula does not accept a node's symbolic shapes.
-    """
+    """What each node costs as a part of its graph, fusion considered as this module describes."""
     resident = {node for node in graph.nodes if _is_in_memory(node)}
     costs: dict[Node, Cost] = {}
     already_read: set[Node] = set()
@@ -111,25 +108,6 @@ def evaluate(expression: sympy.Expr, sizes: Mapping[Any, int]) -> sympy.Expr:
     return expression.subs(known) if known else expression
 
 
-def traced_sizes(graph: Graph) -> dict[str, int]:
-    """The sizes that the graph was traced with, by symbol.
-
-    Ranks may have traced with different ones: what all must decide alike needs sizes they agree on.
-    """
-    found: dict[str, int] = {}
-    for node in graph.nodes:
-        for size in _symbolic_sizes(node.meta.get("val")):
-            hint = getattr(size.node, "hint", None)
-            if hint is not None and isinstance(size.node.expr, sympy.Symbol):
-                found[size.node.expr.name] = int(hint)
-    return found
-
-
-def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
-    sizes = [value, *(size for tensor in _tensors(value) for size in tensor.shape)]
-    return (size for size in sizes if isinstance(size, torch.SymInt))
-
-
 # ------------------------------------------------------------------------------ seconds
 
 
@@ -151,7 +129,6 @@ def graph_seconds(
 
     Raises:
         OptionError: a symbol has no value.
-        PlanError: torch's formula does not accept a node's symbolic shapes.
     """
     return {
         node: seconds(
@@ -166,7 +143,7 @@ def graph_seconds(
 
 def compute_dtype(node: Node) -> torch.dtype:
     """The dtype the node's arithmetic runs at: of its first floating-point input, or output."""
-    candidates = [t.dtype for n in [*_sources(node), node] for t in _tensors(n.meta.get("val"))]
+    candidates = [t.dtype for n in [*_sources(node), node] for t in tensors_of(n.meta.get("val"))]
     return next((dtype for dtype in candidates if dtype.is_floating_point), torch.float32)
 
 
@@ -274,7 +251,7 @@ def _is_true_view(node: Node) -> bool:
 def _is_bookkeeping(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "zero3":
         return node.target not in (ops.keep, *tile_kernels.COMPUTING)  # those compute
-    tensors = [t for n in [*_sources(node), node] for t in _tensors(n.meta.get("val"))]
+    tensors = [t for n in [*_sources(node), node] for t in tensors_of(n.meta.get("val"))]
     return not tensors
 
 
@@ -380,7 +357,7 @@ def _mutated(node: Node) -> list[Node]:
 
 def _sources(node: Node) -> list[Node]:
     """Inputs that are tensors."""
-    return [n for n in node.all_input_nodes if _tensors(n.meta.get("val"))]
+    return [n for n in node.all_input_nodes if tensors_of(n.meta.get("val"))]
 
 
 def _nbytes(node: Node) -> sympy.Expr:
@@ -388,29 +365,20 @@ def _nbytes(node: Node) -> sympy.Expr:
 
 
 def _nbytes_of(value: Any) -> sympy.Expr:
-    return sum((_numel(t) * t.dtype.itemsize for t in _tensors(value)), _ZERO)
+    return sum((_numel(t) * t.dtype.itemsize for t in tensors_of(value)), _ZERO)
 
 
 def _numel_of(node: Node) -> sympy.Expr:
-    return sum((_numel(t) for t in _tensors(node.meta.get("val"))), _ZERO)
+    return sum((_numel(t) for t in tensors_of(node.meta.get("val"))), _ZERO)
 
 
 def _numel(tensor: torch.Tensor) -> sympy.Expr:
     """Elements that exist: an expanded dimension repeats the same ones."""
     if tensor.layout is not torch.strided:
-        return sympy.Mul(*map(_expression, tensor.shape))
+        return sympy.Mul(*map(expression, tensor.shape))
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     real = (size for size, stride in pairs if not (isinstance(stride, int) and stride == 0))
-    return sympy.Mul(*map(_expression, real))
-
-
-def _expression(size: int | torch.SymInt) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return sympy.Mul(*map(expression, real))
 
 
 # ------------------------------------------------------------------------------ arithmetic
@@ -466,28 +434,29 @@ _FORMULAS = {
 
 
 def _flops(node: Node) -> sympy.Expr:
+    """By the operator's formula: in symbols, or at the traced sizes where it cannot compare symbols."""
     formula: Any = _FORMULAS.get(_packet(node)) or flop_registry.get(_packet(node))
-    if formula is None:
-        outputs = _tensors(node.meta.get("val"))
-        return sum((sympy.Mul(*map(_expression, t.shape)) for t in outputs), _ZERO)
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _argument)
-    try:
-        return sympy.sympify(formula(*args, **kwargs, out_val=_shapes(node.meta["val"])))
-    except (AssertionError, TypeError) as error:
-        raise PlanError(f"cannot count the operations of {node.format_node()}: {error}") from error
+    for size in (expression, traced_size) if formula is not None else ():
+        try:
+            return _counted(node, formula, size)
+        except Exception as error:  # whatever it is: better a coarse estimate than none
+            _log.debug("Cannot count the operations of %s: %s", node.format_node(), error)
+    outputs = tensors_of(node.meta.get("val"))
+    return sum((sympy.Mul(*map(expression, t.shape)) for t in outputs), _ZERO)
+
+
+def _counted(node: Node, formula: Any, size: Callable[[Any], Any]) -> sympy.Expr:
+    def shapes(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [shapes(v) for v in value]
+        if isinstance(value, torch.Tensor):
+            return _Shape(map(size, value.shape))
+        return size(value) if isinstance(value, torch.SymInt) else value
+
+    operands = (node.args, node.kwargs)
+    args, kwargs = torch.fx.node.map_arg(operands, lambda n: shapes(n.meta.get("val")))
+    return sympy.sympify(formula(*args, **kwargs, out_val=shapes(node.meta.get("val"))))
 
 
 def _packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
-
-
-def _argument(node: Node) -> Any:
-    return _shapes(node.meta.get("val"))
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_shapes(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return _Shape(map(_expression, value.shape))
-    return _expression(value) if isinstance(value, torch.SymInt) else value

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zero_compile.fx_graph import is_view
+from zero_compile.planner.sizes import traced_sizes
 from zero_runtime import compat, ops
 
 #: Above so many reads Inductor stops inlining (``realize_cpu_acc_reads_threshold``), or with
@@ -72,7 +73,7 @@ class Index(NamedTuple):
     kinds: list[Kind]
     is_backward: bool
     sizes: dict[str, int]
-    """Symbols among the sizes of values, and the numbers that the graph was traced with."""
+    """Symbols among the sizes of values, and the numbers they are taken for."""
 
     @staticmethod
     def of(graph: Graph) -> "Index":
@@ -92,7 +93,7 @@ class Index(NamedTuple):
             if product is not None:
                 kinds[product], kinds[addition] = Kind.ABSORBED, Kind.KERNEL
         backward = any(n.op == "placeholder" and n.name.startswith("tangents_") for n in nodes)
-        return Index(nodes, inputs, users, kinds, backward, _traced_sizes(nodes))
+        return Index(nodes, inputs, users, kinds, backward, traced_sizes(graph))
 
     def gradients(self, place: int) -> list[int]:
         """The whole gradients that a reduction consumes."""
@@ -119,14 +120,6 @@ def _expr(size: Any) -> Any:
     return size if isinstance(size, int) else sympy.sympify(size.node.expr)
 
 
-def _traced_sizes(nodes: Sequence[Node]) -> dict[str, int]:
-    values = (node.meta.get("val") for node in nodes)
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    sizes: Iterator[Any] = (n for t in tensors for n in t.shape)
-    symbolic = (n.node for n in sizes if not isinstance(n, int))
-    return {str(n.expr): n.hint for n in symbolic if n.expr.is_Symbol and n.hint is not None}
-
-
 def _kind(node: Node, source: Kind | None) -> Kind:
     if node.op == "placeholder":
         return Kind.INPUT
@@ -139,7 +132,7 @@ def _kind(node: Node, source: Kind | None) -> Kind:
         return source
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.KERNEL
-    if _shares_memory(node):
+    if source is not None and _shares_memory(node):
         return Kind.VIEW
     return _fused_kind(target)
 
@@ -327,8 +320,7 @@ class Fusion:
 def _bases(index: Index) -> list[int]:
     base: list[int] = []
     for place, kind in enumerate(index.kinds):
-        own = kind is not Kind.VIEW or not index.inputs[place]
-        base.append(place if own else base[index.inputs[place][0]])
+        base.append(base[index.inputs[place][0]] if kind is Kind.VIEW else place)
     return base
 
 

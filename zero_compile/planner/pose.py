@@ -16,12 +16,12 @@ from zero_compile.planner.costs import (
     collective_seconds,
     graph_seconds,
     role,
-    traced_sizes,
     transfer_seconds,
 )
 from zero_compile.planner.hardware import Hardware
 from zero_compile.planner.liveness import Liveness
 from zero_compile.planner.problem import Gather, Problem, Reduce
+from zero_compile.planner.sizes import traced_sizes
 from zero_compile.tiers import gathered_in_place, is_evicted, is_fetched, is_read, shard_bytes
 from zero_runtime import ops
 from zero_runtime.plan import BucketPlan, Channel, Policy, Stage, dtype_name, dtype_of
@@ -53,11 +53,7 @@ class Posed:
 
 
 def pose(graph: Graph, buckets: Sequence[BucketPlan], policy: Policy, hardware: Hardware) -> Posed:
-    """The problem of one graph whose gathers and reductions are bucketed and stand at their uses.
-
-    Raises:
-        OptionError: a size of the graph has no traced value.
-    """
+    """The problem of one graph whose gathers and reductions are bucketed and stand at their uses."""
     units = _units(graph)
     sizes = traced_sizes(graph)
     liveness = Liveness.of(graph, buckets, policy).evaluate(sizes)
