@@ -123,7 +123,7 @@ class Engine:
         file.drain()
 
     def close(self) -> None:
-        """Deletes the file."""
+        """Gives up the file."""
         self._file.close()
 
     def _one_way(self, start: Callable[[str, Tensor], Ticket]) -> None:

@@ -17,7 +17,8 @@ enum class SwapBackend : int64_t { kAny, kRing, kThreads };
 
 // All sizes are in bytes.
 struct SwapOptions {
-  std::string path;        // of the file, in a folder that exists
+  std::string path;        // what messages call the file
+  int fd = -1;             // of an empty file that is nobody else's; stays the caller's
   int64_t capacity = 0;    // of the file, rounded up to whole pages
   int64_t block_size = 0;  // of one request, whole pages
   int64_t threads = 0;     // requests in flight, where threads move them
@@ -48,8 +49,7 @@ struct SwapStats {
 // caller comes next, never by a thread of this class.
 class SwapFile : private SwapSource {
  public:
-  // Takes over a file that a process left behind, and refuses one that is open. Throws SwapFailure
-  // where the folder, the space or the backend is missing; then no file is left.
+  // Throws SwapFailure where the space or the backend is missing.
   SwapFile(const SwapOptions& options, const SwapFaults& faults);
   // Closes.
   ~SwapFile();
@@ -73,7 +73,7 @@ class SwapFile : private SwapSource {
   // operations and reports the first failure that nobody waited for, once.
   void Wait(int64_t ticket);
   void Drain();
-  // Waits for all operations, then deletes the file. What failed is still there to be waited for.
+  // Waits for all operations, then empties the file. What failed is still there to be waited for.
   // A second call does nothing.
   void Close();
 
@@ -105,9 +105,8 @@ class SwapFile : private SwapSource {
   };
 
   void Open();
-  bool OpenLocked();
   void Reserve();
-  std::string OpenData();
+  std::string ChooseWay();
   std::string MakeIo(const std::string& way);
   void Delete();
 
@@ -123,8 +122,7 @@ class SwapFile : private SwapSource {
 
   const SwapOptions options_;
   SwapFaultPlan faults_;
-  int lock_fd_ = -1;  // holds the lock and the file's name
-  int fd_ = -1;       // moves the data
+  int fd_ = -1;
   std::string mode_;
   std::unique_ptr<StagingSlots> staging_;  // with O_DIRECT only
   std::unique_ptr<SwapIo> io_;
