@@ -24,6 +24,7 @@ struct SwapOptions {
   int64_t threads = 0;     // requests in flight, where threads move them
   int64_t slots = 0;       // aligned buffers of block_size for data that is not aligned itself
   bool direct = true;      // try O_DIRECT
+  bool checksum = true;    // of each block, made when it is written and compared when it is read
   SwapBackend backend = SwapBackend::kAny;  // kAny: io_uring where it works
   SwapRingOptions ring;
 };
@@ -63,7 +64,8 @@ class SwapFile : private SwapSource {
   SwapExtent Find(const std::string& name);
 
   // Start moving bytes to or from the beginning of an extent. Return a ticket. The memory, which
-  // `owner` keeps, must not be written, when reading not be used, until Wait has returned.
+  // `owner` keeps, must not be written, when reading not be used, until Wait has returned. A read
+  // takes as many bytes as were last written there.
   int64_t Write(const std::string& name, const char* source, int64_t nbytes,
                 std::shared_ptr<void> owner);
   int64_t Read(const std::string& name, char* out, int64_t nbytes, std::shared_ptr<void> owner);
@@ -87,6 +89,8 @@ class SwapFile : private SwapSource {
     SwapExtent place;
     std::deque<std::shared_ptr<Operation>> queue;  // the first one runs
     int broken = 0;                                // errno of the last write, which reads repeat
+    int64_t written = -1;                          // bytes, by the last write that was started
+    std::vector<uint32_t> sums;                    // of each block as it was last written
   };
   struct Operation {
     int64_t ticket = 0;
@@ -117,6 +121,7 @@ class SwapFile : private SwapSource {
 
   SwapSupply Take(bool wait, SwapRequest* request) override;
   void Complete(const SwapRequest& request, int code) override;
+  uint32_t& SumOf(const SwapRequest& request) const;
   void Finish(const std::shared_ptr<Operation>& operation);
   SwapFailure Failure(const Operation& operation) const;
 

@@ -96,6 +96,16 @@ def within(path: str) -> str:
     return found[0]
 
 
+def flip(path: str, at: int) -> None:
+    """Change one bit of byte `at` of a nameless file that this process has open."""
+    with open(within(path), "r+b", buffering=0) as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())
+
+
 def held_in(folder: Path) -> list[str]:
     """What lies in a folder and below, and the nameless files there that this process has open.
 

@@ -16,6 +16,7 @@ from swaps import (
     MIB,
     ONE_AT_A_TIME,
     Make,
+    flip,
     held_in,
     noise,
     opener,
@@ -176,11 +177,39 @@ def test_a_file_that_lost_its_end_is_an_error(make: Make, left: int, direct: boo
         assert torch.equal(read_back(file, "a", PAGE), noise(PAGE, 0))
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("at", [0, 2 * PAGE - 1, 2 * PAGE, 5 * PAGE + 98])
+def test_bytes_that_change_on_the_disk_are_an_error(make: Make, at: int, direct: bool) -> None:
+    nbytes = 5 * PAGE + 99
+    with make(AioConfig(block_size=2 * PAGE), direct=direct) as file:
+        for seed, name in enumerate("abc"):
+            file.allocate(name, nbytes)
+            file.write(name, noise(nbytes, seed)).wait()
+        flip(file.path, file.extent("b").offset + at)
+        for _ in range(2):
+            pattern = rf"'b': cannot read {nbytes} bytes .* of {file.path}: the data has changed on"
+            with pytest.raises(SwapError, match=pattern) as caught:
+                read_back(file, "b", nbytes)
+            assert caught.value.errno == errno.EBADMSG
+        for seed, name in ((0, "a"), (2, "c")):
+            assert torch.equal(read_back(file, name, nbytes), noise(nbytes, seed))
+        file.write("b", noise(nbytes, 3)).wait()
+        assert torch.equal(read_back(file, "b", nbytes), noise(nbytes, 3))
+
+
+def test_checksums_can_be_left_out(make: Make) -> None:
+    with make(AioConfig(checksum=False)) as file:
+        file.allocate("x", 10)
+        file.write("x", noise(10)).wait()
+        flip(file.path, 3)
+        assert (read_back(file, "x", 10) != noise(10)).tolist() == [i == 3 for i in range(10)]
+
+
 def test_a_read_after_a_failed_write_fails(make: Make) -> None:
     with make(faults=Faults(eio_on=1)) as file:
         file.allocate("x", 10)
         write, read = file.write("x", noise(10)), file.read("x", noise(10))
-        with pytest.raises(SwapError, match="cannot read"):
+        with pytest.raises(SwapError, match=r"cannot read .*: Input/output error"):
             read.wait()
         with pytest.raises(SwapError, match="cannot write"):
             write.wait()

@@ -216,9 +216,10 @@ class StripedSwap:
         return StripedTicket(name, [file.write(name, piece) for file, piece in pieces])
 
     def read(self, name: str, out: Tensor) -> StripedTicket:
-        """Start filling `out` from the beginning of the extent of `name`.
+        """Start filling `out` with what was last written to `name`, and has its size.
 
-        The same as :meth:`write` otherwise. What was never written is undefined.
+        The same as :meth:`write` otherwise; SwapError also where something of another size, or
+        nothing, was written.
         """
         pieces = self._pieces(name, out)
         return StripedTicket(name, [file.read(name, piece) for file, piece in pieces])

@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class AioConfig:
-    """How a swap file moves data, with the names and defaults of DeepSpeed's ``aio`` section.
+    """How a swap file moves data: DeepSpeed's ``aio`` section, with its defaults, and one key more.
 
     Raises OptionError, naming the key, where a value has a wrong type or is out of range.
     """
@@ -78,6 +78,8 @@ class AioConfig:
     overlap_events: bool = True
     """With io_uring, start a request as soon as another one is complete; otherwise wait for all in
     flight, then start as many again. Threads always overlap."""
+    checksum: bool = True
+    """Ours: a checksum of each block, made when it is written and compared when it is read."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -183,6 +185,7 @@ class _NativeSwap:
             config.ring_depth,
             slots,
             direct,
+            config.checksum,
             _BACKENDS[backend],
             config.single_submit,
             config.overlap_events,
@@ -261,7 +264,8 @@ class SwapFile:
     """A preallocated scratch file, without a name of its own, that holds flat CPU tensors by name.
 
     Operations on one name run in the order in which they were started, so a read sees the write
-    before it; those on different names run in any order. A read whose last write failed fails too.
+    before it; those on different names run in any order. A read takes as many bytes as were written
+    last, and fails where that write failed, or where the file holds other bytes by now.
     Any thread may call any method. Closing, also at the end of a ``with`` block, when the object is
     dropped and when the interpreter ends, waits for everything and gives the space back. A process
     that is killed leaves nothing behind. Where the folder is removed meanwhile, the open file works
@@ -366,9 +370,10 @@ class SwapFile:
         return Ticket(self, self._live().write(name, flat), name)
 
     def read(self, name: str, out: Tensor) -> Ticket:
-        """Start filling `out` from the beginning of the extent of `name`.
+        """Start filling `out` with what was last written to `name`, and has its size.
 
-        The same as :meth:`write` otherwise. What was never written is undefined.
+        The same as :meth:`write` otherwise; SwapError also where something of another size, or
+        nothing, was written.
         """
         flat = flat_on_cpu(name, out, self.path)
         return Ticket(self, self._live().read(name, flat), name)
@@ -429,7 +434,14 @@ def _make_backend(
     if native:
         return _NativeSwap(scratch, capacity, config, slots, direct, backend, faults)
     return ThreadedSwap(
-        scratch, capacity, config.block_size, config.in_flight, slots, direct, faults
+        scratch,
+        capacity,
+        config.block_size,
+        config.in_flight,
+        config.checksum,
+        slots,
+        direct,
+        faults,
     )
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ PAGE = 4096
 """What O_DIRECT asks of addresses, file offsets and counts, in bytes."""
 
 _MAX_STUCK = 16
+
+_CHANGED = errno.EBADMSG
+"""Of a read that finds other bytes than were written; file systems with checksums say so too."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,9 @@ class _Extent:
     length: int
     queue: collections.deque[_Operation] = field(default_factory=collections.deque)
     broken: int = 0
+    written: int = -1
+    sums: dict[int, int] = field(default_factory=dict)
+    """Of each block as it was last written, by its first byte's number."""
 
     @property
     def reserved(self) -> int:
@@ -170,6 +177,7 @@ class ThreadedSwap:
         capacity: int,
         block_size: int,
         threads: int,
+        checksum: bool,
         slots: int,
         direct: bool,
         faults: Faults,
@@ -177,6 +185,7 @@ class ThreadedSwap:
         self._path = scratch.path
         self._capacity = _whole_pages(capacity)
         self._block_size = block_size
+        self._checksum = checksum
         self._io = _Io(faults)
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -327,6 +336,15 @@ class ThreadedSwap:
             ticket = self._tickets
             if nbytes == 0:
                 return ticket
+            if write:
+                extent.written = nbytes
+            elif nbytes != extent.written:
+                was = "none" if extent.written < 0 else extent.written
+                raise SwapError(
+                    errno.EINVAL,
+                    f"tensor '{name}': cannot read {nbytes} bytes of {self._path}, where {was} were "
+                    "written",
+                )
             operation = _Operation(ticket, write, name, extent, tensor, data, address)
             self._operations[ticket] = operation
             self._unfinished += 1
@@ -387,7 +405,7 @@ class ThreadedSwap:
         if operation.write:
             extent.broken = operation.code
         else:
-            operation.code = operation.code or extent.broken
+            operation.code = extent.broken or operation.code
         extent.queue.popleft()
         if extent.queue:
             self._ready.append(extent.queue[0])
@@ -401,6 +419,15 @@ class ThreadedSwap:
 
     def _move(self, operation: _Operation, begin: int, end: int) -> None:
         data = operation.data[begin:end]
+        self._carry(operation, begin, data)
+        if self._checksum:
+            found = zlib.crc32(data)
+            if operation.write:
+                operation.extent.sums[begin] = found
+            elif operation.extent.sums.get(begin) != found:
+                raise _os_error(_CHANGED)
+
+    def _carry(self, operation: _Operation, begin: int, data: memoryview) -> None:
         offset = operation.extent.offset + begin
         aligned = (operation.address + begin) % PAGE == 0 and len(data) % PAGE == 0
         if aligned or not self._direct:
@@ -440,7 +467,7 @@ class ThreadedSwap:
         return SwapError(
             operation.code,
             f"tensor '{operation.name}': cannot {verb} {len(operation.data)} bytes at offset "
-            f"{operation.extent.offset} of {self._path}: {os.strerror(operation.code)}",
+            f"{operation.extent.offset} of {self._path}: {_reason_of(operation.code)}",
         )
 
     # ------------------------------------------------------------------------------ the file
@@ -499,6 +526,12 @@ def _is_tmpfs(fd: int) -> bool:
     device = os.fstat(fd).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return any(m[2] == wanted and m[m.index("-") + 1] == "tmpfs" for m in mounts)
+
+
+def _reason_of(code: int) -> str:
+    if code == _CHANGED:
+        return "the data has changed on the disk: its checksum is another one"
+    return os.strerror(code)
 
 
 def _os_error(code: int) -> OSError:
