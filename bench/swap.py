@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from zero_runtime import native
-from zero_runtime.swap import BackendName, SwapFile, Ticket
+from zero_runtime.swap import AioConfig, BackendName, SwapFile, Ticket
 
 MIB = 2**20
 BUCKET = 16 * MIB
@@ -86,10 +86,15 @@ class Plain:
 class Engine:
     """A swap file, used through two buffers as a stream of optimizer states does."""
 
-    def __init__(self, folder: Path, buckets: int, backend: BackendName) -> None:
+    def __init__(
+        self, folder: Path, buckets: int, backend: BackendName, checksum: bool = True
+    ) -> None:
         self._names = [f"bucket{number}" for number in range(buckets)]
         self._buffers = [native.take(BUCKET) for _ in range(2)]
-        self._file = SwapFile(folder, buckets * BUCKET, name=backend, native=True, backend=backend)
+        aio = AioConfig(checksum=checksum)
+        self._file = SwapFile(
+            folder, buckets * BUCKET, aio, name=backend, native=True, backend=backend
+        )
         for name in self._names:
             self._file.allocate(name, BUCKET)
         self.write()
@@ -123,7 +128,7 @@ class Engine:
         file.drain()
 
     def close(self) -> None:
-        """Deletes the file."""
+        """Gives up the file."""
         self._file.close()
 
     def _one_way(self, start: Callable[[str, Tensor], Ticket]) -> None:
@@ -135,14 +140,20 @@ class Engine:
         self._file.drain()
 
 
-def measure(folder: Path, buckets: int, rounds: int, report: Callable[[str], None]) -> list[Timed]:
+def measure(
+    folder: Path,
+    buckets: int,
+    rounds: int,
+    report: Callable[[str], None],
+    checksum: bool = True,
+) -> list[Timed]:
     """Time all contenders in turn, round by round; a slow minute of the disk falls on them all."""
     found: list[Timed] = []
     contenders: dict[str, Plain | Engine] = {}
     try:
         contenders[PLAIN] = Plain(folder / "plain", buckets)
         for backend in BACKENDS:
-            contenders[backend] = engine = Engine(folder, buckets, backend)
+            contenders[backend] = engine = Engine(folder, buckets, backend, checksum)
             report(engine.mode)
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
@@ -186,6 +197,7 @@ def main(
     ] = None,
     nbytes: Annotated[int, typer.Option("--bytes", help="moved one way")] = 512 * MIB,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
+    checksum: Annotated[bool, typer.Option(help="of each block, as usual")] = True,
 ) -> None:
     """Compare swap files with a plain loop of O_DIRECT calls on the same file system."""
     console = Console()
@@ -194,7 +206,7 @@ def main(
     buckets = max(nbytes // BUCKET, 2)
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-swap-") as scratch:
         try:
-            found = measure(Path(scratch), buckets, rounds, console.print)
+            found = measure(Path(scratch), buckets, rounds, console.print, checksum)
         except OSError as error:
             raise typer.BadParameter(f"{scratch} does not serve: {error}") from error
     title = f"{buckets} buckets of {BUCKET // MIB} MiB, {rounds} rounds, in {Path(scratch).parent}"

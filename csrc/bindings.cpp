@@ -43,8 +43,10 @@ STABLE_TORCH_LIBRARY(zero_native, m) {
   m.def("unpack(Tensor source, int[] offsets, Tensor(a!)[] outs) -> ()");
   m.def("sum_chunks(Tensor chunks, float scale, Tensor(a!) out) -> ()");
   m.def(
-      "swap_open(str path, int capacity, int block_size, int threads, int depth, int slots, "
-      "bool direct, int backend, bool single_submit, bool overlap, int[] faults) -> int");
+      "swap_open(str path, int fd, int capacity, int block_size, int threads, int depth, "
+      "int slots, bool direct, bool checksum, int backend, bool single_submit, bool overlap, int[] "
+      "faults) -> "
+      "int");
   m.def("swap_mode(int file) -> str");
   m.def("swap_allocate(int file, str name, int nbytes) -> int[]");
   m.def("swap_free(int file, str name) -> ()");

@@ -5,7 +5,20 @@
 #include <iterator>
 #include <utility>
 
+#include "swap_checksum.h"
+
 namespace zero_native {
+namespace {
+
+// Of a read that finds other bytes than were written; file systems with checksums say so too.
+constexpr int kChanged = EBADMSG;
+
+std::string ReasonOf(int code) {
+  return code == kChanged ? "the data has changed on the disk: its checksum is another one"
+                          : SwapErrorText(code);
+}
+
+}  // namespace
 
 SwapFile::SwapFile(const SwapOptions& options, const SwapFaults& faults)
     : options_(options), faults_(faults) {
@@ -45,6 +58,7 @@ SwapExtent SwapFile::Allocate(const std::string& name, int64_t nbytes) {
     stats_.allocated += wanted;
     Extent& extent = extents_[name];
     extent.place = {offset, nbytes};
+    extent.sums.resize(static_cast<size_t>(nbytes / options_.block_size + 1));
     return extent.place;
   }
   throw SwapFailure(ENOSPC, "tensor '" + name + "' of " + std::to_string(nbytes) +
@@ -120,6 +134,15 @@ int64_t SwapFile::Start(std::shared_ptr<Operation> operation) {
   operation->extent = &extent;
   operation->offset = extent.place.offset;
   if (operation->nbytes == 0) return operation->ticket;
+  if (operation->write) {
+    extent.written = operation->nbytes;
+  } else if (operation->nbytes != extent.written) {
+    throw SwapFailure(EINVAL, "tensor '" + operation->name + "': cannot read " +
+                                  std::to_string(operation->nbytes) + " bytes of " + options_.path +
+                                  ", where " +
+                                  (extent.written < 0 ? "none" : std::to_string(extent.written)) +
+                                  " were written");
+  }
   operations_[operation->ticket] = operation;
   unfinished_ += 1;
   extent.queue.push_back(operation);
@@ -228,8 +251,20 @@ SwapSupply SwapFile::Take(bool wait, SwapRequest* request) {
   return SwapSupply::kRequest;
 }
 
+// Each block belongs to one request at a time, as operations on one extent follow one another.
+uint32_t& SwapFile::SumOf(const SwapRequest& request) const {
+  const auto* const operation = static_cast<const Operation*>(request.owner.get());
+  const int64_t block = (request.offset - operation->offset) / options_.block_size;
+  return operation->extent->sums[static_cast<size_t>(block)];
+}
+
 void SwapFile::Complete(const SwapRequest& request, int code) {
   const auto operation = std::static_pointer_cast<Operation>(request.owner);
+  if (code == 0 && options_.checksum) {
+    const uint32_t sum = SwapChecksum(request.data, request.count);
+    if (request.write) SumOf(request) = sum;
+    if (SumOf(request) != sum) code = kChanged;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   operation->running -= 1;
   if (code == 0) {
@@ -250,7 +285,7 @@ void SwapFile::Finish(const std::shared_ptr<Operation>& operation) {
   Extent& extent = *operation->extent;
   if (operation->write) {
     extent.broken = operation->code;
-  } else if (operation->code == 0) {
+  } else if (extent.broken != 0) {
     operation->code = extent.broken;
   }
   extent.queue.pop_front();
@@ -268,7 +303,7 @@ SwapFailure SwapFile::Failure(const Operation& operation) const {
   return {operation.code, "tensor '" + operation.name + "': cannot " + verb + " " +
                               std::to_string(operation.nbytes) + " bytes at offset " +
                               std::to_string(operation.offset) + " of " + options_.path + ": " +
-                              SwapErrorText(operation.code)};
+                              ReasonOf(operation.code)};
 }
 
 }  // namespace zero_native

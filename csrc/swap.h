@@ -17,12 +17,14 @@ enum class SwapBackend : int64_t { kAny, kRing, kThreads };
 
 // All sizes are in bytes.
 struct SwapOptions {
-  std::string path;        // of the file, in a folder that exists
+  std::string path;        // what messages call the file
+  int fd = -1;             // of an empty file that is nobody else's; stays the caller's
   int64_t capacity = 0;    // of the file, rounded up to whole pages
   int64_t block_size = 0;  // of one request, whole pages
   int64_t threads = 0;     // requests in flight, where threads move them
   int64_t slots = 0;       // aligned buffers of block_size for data that is not aligned itself
   bool direct = true;      // try O_DIRECT
+  bool checksum = true;    // of each block, made when it is written and compared when it is read
   SwapBackend backend = SwapBackend::kAny;  // kAny: io_uring where it works
   SwapRingOptions ring;
 };
@@ -48,8 +50,7 @@ struct SwapStats {
 // caller comes next, never by a thread of this class.
 class SwapFile : private SwapSource {
  public:
-  // Takes over a file that a process left behind, and refuses one that is open. Throws SwapFailure
-  // where the folder, the space or the backend is missing; then no file is left.
+  // Throws SwapFailure where the space or the backend is missing.
   SwapFile(const SwapOptions& options, const SwapFaults& faults);
   // Closes.
   ~SwapFile();
@@ -63,7 +64,8 @@ class SwapFile : private SwapSource {
   SwapExtent Find(const std::string& name);
 
   // Start moving bytes to or from the beginning of an extent. Return a ticket. The memory, which
-  // `owner` keeps, must not be written, when reading not be used, until Wait has returned.
+  // `owner` keeps, must not be written, when reading not be used, until Wait has returned. A read
+  // takes as many bytes as were last written there.
   int64_t Write(const std::string& name, const char* source, int64_t nbytes,
                 std::shared_ptr<void> owner);
   int64_t Read(const std::string& name, char* out, int64_t nbytes, std::shared_ptr<void> owner);
@@ -73,7 +75,7 @@ class SwapFile : private SwapSource {
   // operations and reports the first failure that nobody waited for, once.
   void Wait(int64_t ticket);
   void Drain();
-  // Waits for all operations, then deletes the file. What failed is still there to be waited for.
+  // Waits for all operations, then empties the file. What failed is still there to be waited for.
   // A second call does nothing.
   void Close();
 
@@ -87,6 +89,8 @@ class SwapFile : private SwapSource {
     SwapExtent place;
     std::deque<std::shared_ptr<Operation>> queue;  // the first one runs
     int broken = 0;                                // errno of the last write, which reads repeat
+    int64_t written = -1;                          // bytes, by the last write that was started
+    std::vector<uint32_t> sums;                    // of each block as it was last written
   };
   struct Operation {
     int64_t ticket = 0;
@@ -105,9 +109,8 @@ class SwapFile : private SwapSource {
   };
 
   void Open();
-  bool OpenLocked();
   void Reserve();
-  std::string OpenData();
+  std::string ChooseWay();
   std::string MakeIo(const std::string& way);
   void Delete();
 
@@ -118,13 +121,13 @@ class SwapFile : private SwapSource {
 
   SwapSupply Take(bool wait, SwapRequest* request) override;
   void Complete(const SwapRequest& request, int code) override;
+  uint32_t& SumOf(const SwapRequest& request) const;
   void Finish(const std::shared_ptr<Operation>& operation);
   SwapFailure Failure(const Operation& operation) const;
 
   const SwapOptions options_;
   SwapFaultPlan faults_;
-  int lock_fd_ = -1;  // holds the lock and the file's name
-  int fd_ = -1;       // moves the data
+  int fd_ = -1;
   std::string mode_;
   std::unique_ptr<StagingSlots> staging_;  // with O_DIRECT only
   std::unique_ptr<SwapIo> io_;

@@ -1,8 +1,6 @@
 // The part of SwapFile that touches the disk: the file itself, and how its data will move.
 
 #include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -37,13 +35,6 @@ bool IsTmpfs(int fd) {
 #endif
 }
 
-// Whether the path still leads to the open file.
-bool IsNamed(int fd, const char* path) {
-  struct stat own, named;
-  return fstat(fd, &own) == 0 && stat(path, &named) == 0 && own.st_ino == named.st_ino &&
-         own.st_dev == named.st_dev;
-}
-
 // Only a transfer shows whether a file system that opens with O_DIRECT also works with it. Returns
 // 0 or an errno.
 int PassPage(int fd) {
@@ -60,12 +51,14 @@ int PassPage(int fd) {
 }  // namespace
 
 void SwapFile::Open() {
-  // Whoever held the lock may delete the file that was opened; then there is a new one to open.
-  while (!OpenLocked()) {
+  fd_ = fcntl(options_.fd, F_DUPFD_CLOEXEC, 0);
+  if (fd_ < 0) {
+    const int code = errno;
+    throw SwapFailure(code, "cannot use swap file " + options_.path + ": " + SwapErrorText(code));
   }
   try {
     Reserve();
-    const std::string way = OpenData();
+    const std::string way = ChooseWay();
     if (stats_.direct) {
       staging_ = std::make_unique<StagingSlots>(options_.slots, options_.block_size);
     }
@@ -76,35 +69,12 @@ void SwapFile::Open() {
   }
 }
 
-bool SwapFile::OpenLocked() {
-  const char* const path = options_.path.c_str();
-  const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-  if (fd < 0) {
-    const int code = errno;
-    throw SwapFailure(code,
-                      "cannot create swap file " + options_.path + ": " + SwapErrorText(code));
-  }
-  // A file system without locks is taken at its word.
-  if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-    close(fd);
-    throw SwapFailure(EWOULDBLOCK, "swap file " + options_.path + " is in use: give each rank " +
-                                       "and each session a name of its own");
-  }
-  if (!IsNamed(fd, path)) {
-    close(fd);
-    return false;
-  }
-  lock_fd_ = fd;
-  return true;
-}
-
 void SwapFile::Reserve() {
   const int64_t limit = faults_.faults().disk_bytes;
-  int code = ftruncate(lock_fd_, 0) == 0 ? 0 : errno;
-  if (limit >= 0 && stats_.capacity > limit) code = ENOSPC;
+  int code = limit >= 0 && stats_.capacity > limit ? ENOSPC : 0;
   if (code == 0) {
     do {
-      code = ReserveBytes(lock_fd_, stats_.capacity);
+      code = ReserveBytes(fd_, stats_.capacity);
     } while (code == EINTR);
   }
   if (code == 0) return;
@@ -112,34 +82,27 @@ void SwapFile::Reserve() {
                               " bytes for swap file " + options_.path + ": " + SwapErrorText(code));
 }
 
-// A description of its own even without O_DIRECT: calls that a killed process left in the kernel
-// hold theirs a little longer, which must not hold the lock. Returns the part of the mode.
-std::string SwapFile::OpenData() {
-  const char* const path = options_.path.c_str();
+// Has requests pass the page cache by, where they can. Returns the part of the mode.
+std::string SwapFile::ChooseWay() {
   std::string why = "as asked for";
 #ifdef O_DIRECT
-  if (options_.direct && IsTmpfs(lock_fd_)) {
+  if (options_.direct && IsTmpfs(fd_)) {
     why = "tmpfs is memory";
   } else if (options_.direct) {
-    const bool refused = faults_.faults().no_direct != 0;
-    fd_ = refused ? -1 : open(path, O_RDWR | O_DIRECT | O_CLOEXEC);
-    int code = refused ? EINVAL : errno;
-    if (fd_ >= 0) code = PassPage(fd_);
-    if (fd_ >= 0 && code == 0) {
+    const int flags = fcntl(fd_, F_GETFL);
+    int code = faults_.faults().no_direct != 0 ? EINVAL : 0;
+    if (code == 0 && fcntl(fd_, F_SETFL, flags | O_DIRECT) != 0) code = errno;
+    if (code == 0) code = PassPage(fd_);
+    if (code == 0) {
       stats_.direct = true;
       return "O_DIRECT";
     }
+    fcntl(fd_, F_SETFL, flags);
     why = "O_DIRECT: " + SwapErrorText(code);
-    if (fd_ >= 0) close(fd_);
   }
 #else
   if (options_.direct) why = "there is no O_DIRECT";
 #endif
-  fd_ = open(path, O_RDWR | O_CLOEXEC);
-  if (fd_ < 0) {
-    const int code = errno;
-    throw SwapFailure(code, "cannot open swap file " + options_.path + ": " + SwapErrorText(code));
-  }
   return "buffered (" + why + ")";
 }
 
@@ -158,15 +121,12 @@ std::string SwapFile::MakeIo(const std::string& way) {
   return "threads (" + why + "), " + way;
 }
 
-// A child that inherited the descriptors keeps neither the space nor the lock.
+// A child that inherited the descriptor does not keep the space.
 void SwapFile::Delete() {
-  if (lock_fd_ < 0) return;
-  if (IsNamed(lock_fd_, options_.path.c_str())) unlink(options_.path.c_str());
-  if (ftruncate(lock_fd_, 0) != 0) errno = 0;
-  if (fd_ >= 0) close(fd_);
-  flock(lock_fd_, LOCK_UN);
-  close(lock_fd_);
-  fd_ = lock_fd_ = -1;
+  if (fd_ < 0) return;
+  if (ftruncate(fd_, 0) != 0) errno = 0;
+  close(fd_);
+  fd_ = -1;
 }
 
 }  // namespace zero_native

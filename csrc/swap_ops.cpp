@@ -53,16 +53,18 @@ std::vector<int64_t> ListOf(const SwapExtent& extent) { return {extent.offset, e
 
 }  // namespace
 
-int64_t SwapOpen(std::string path, int64_t capacity, int64_t block_size, int64_t threads,
-                 int64_t depth, int64_t slots, bool direct, int64_t backend, bool single_submit,
-                 bool overlap, std::vector<int64_t> faults) {
+int64_t SwapOpen(std::string path, int64_t fd, int64_t capacity, int64_t block_size,
+                 int64_t threads, int64_t depth, int64_t slots, bool direct, bool checksum,
+                 int64_t backend, bool single_submit, bool overlap, std::vector<int64_t> faults) {
   return Reporting([&] {
     const SwapOptions options{std::move(path),
+                              static_cast<int>(fd),
                               capacity,
                               block_size,
                               threads,
                               slots,
                               direct,
+                              checksum,
                               static_cast<SwapBackend>(backend),
                               {depth, single_submit, overlap}};
     auto file = std::make_shared<SwapFile>(options, SwapFaults::Of(faults));

@@ -13,9 +13,9 @@ using torch::stable::Tensor;
 // Swap files as operators, each named by a handle; see swap.h. A failure is a std::runtime_error
 // with the text "[errno] message". `faults` is empty, or lists the fields of SwapFaults.
 // `backend` is a SwapBackend.
-int64_t SwapOpen(std::string path, int64_t capacity, int64_t block_size, int64_t threads,
-                 int64_t depth, int64_t slots, bool direct, int64_t backend, bool single_submit,
-                 bool overlap, std::vector<int64_t> faults);
+int64_t SwapOpen(std::string path, int64_t fd, int64_t capacity, int64_t block_size,
+                 int64_t threads, int64_t depth, int64_t slots, bool direct, bool checksum,
+                 int64_t backend, bool single_submit, bool overlap, std::vector<int64_t> faults);
 std::string SwapMode(int64_t file);
 // Offset and length, in bytes.
 std::vector<int64_t> SwapAllocate(int64_t file, std::string name, int64_t nbytes);

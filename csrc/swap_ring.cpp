@@ -80,6 +80,7 @@ io_uring_sqe* Ring::Prepare(uint8_t opcode, int fd, uint64_t tag) {
 
 int Ring::Enter(unsigned completions) {
   const unsigned waiting = *submit_tail_ - Load(submit_head_);
+  if (waiting == 0 && completions == 0) return 0;
   const unsigned flags = completions > 0 ? IORING_ENTER_GETEVENTS : 0;
   const long sent =
       syscall(__NR_io_uring_enter, fd_, waiting, completions, flags, nullptr, size_t{0});

@@ -75,6 +75,10 @@ class RingIo : public SwapIo {
   void Run() {
     for (;;) {
       Fill();
+      if (!landed_.empty()) {
+        Deliver();
+        continue;
+      }
       if (ended_ && Busy() == 0) return;
       if (!listening_) Listen();
       const int code = ring_->Enter(1);
@@ -199,7 +203,18 @@ class RingIo : public SwapIo {
     char* const slot = transfer.LeaveSlot();
     if (slot != nullptr) channel_.staging->Give(slot);
     idle_.push_back(index);
-    source_->Complete(transfer.request(), transfer.code());
+    if (transfer.code() != 0) {
+      source_->Complete(transfer.request(), transfer.code());  // so that nothing follows it
+    } else {
+      landed_.push_back(std::move(transfer));
+    }
+  }
+
+  // The source looks at all of the data, so the disk gets its next requests before.
+  void Deliver() {
+    ring_->Enter(0);  // should that fail, the next wait submits, or fails alike
+    for (const SwapTransfer& transfer : landed_) source_->Complete(transfer.request(), 0);
+    landed_.clear();
   }
 
   const SwapChannel channel_;
@@ -213,6 +228,7 @@ class RingIo : public SwapIo {
   std::optional<SwapTransfer> next_;  // taken, and waiting for a slot
   std::vector<Flight> flights_;
   std::vector<size_t> idle_;  // indices of flights
+  std::vector<SwapTransfer> landed_;
   std::thread thread_;
 };
 

@@ -2,12 +2,13 @@
 
 import faulthandler
 import os
+import re
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,44 @@ def run(script: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def within(path: str) -> str:
+    """A path to a nameless file that this process has open: what `path` was when it had that name."""
+    found = [link for link, target in _descriptors() if target == f"{path} (deleted)"]
+    assert found, f"{path} is not open"
+    return found[0]
+
+
+def flip(path: str, at: int) -> None:
+    """Change one bit of byte `at` of a nameless file that this process has open."""
+    with open(within(path), "r+b", buffering=0) as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())
+
+
+def held_in(folder: Path) -> list[str]:
+    """What lies in a folder and below, and the nameless files there that this process has open.
+
+    Paths within the folder, of nameless ones without what makes their names unique.
+    """
+    named = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    nameless = {
+        os.path.relpath(target, folder)
+        for _, target in _descriptors()
+        if target.startswith(f"{folder}/") and target.endswith(" (deleted)")
+    }
+    return sorted([*named, *(re.sub(r"-[0-9a-f]{16}\.swap .*", "", name) for name in nameless)])
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for number in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{number}"
+        with suppress(OSError):  # that of the listing itself
+            yield link, os.readlink(link)
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Which share of the state lives where: as the user says, or as it fits."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zero_compile.offload import check_offload, offload_of
+from zero_compile.offload import check_offload, offload_of, refuse_folders
 from zero_compile.options import parse
 from zero_compile.planner.budget import Held
 from zero_compile.planner.placement import WORKING_SHARE, Budgets, Wish, place
@@ -154,6 +156,13 @@ def test_numbers_may_be_written_as_deepspeed_writes_them() -> None:
         ({"aio": {"block_size": 5}}, "block_size must be"),
         ({"aio": {"blocksize": 5}}, "unknown key 'blocksize'"),
         ({"host_memory": "lots"}, "'lots' is not a size"),
+        ({"nvme_path": ""}, "option 'nvme_path': expected a folder, or a list of folders, got ''"),
+        ({"nvme_path": ["/a", ""]}, r"list of folders, got \['/a', ''\]"),
+        ({"nvme_path": []}, r"list of folders, got \[\]"),
+        (
+            {"offload_param": {"device": "nvme", "nvme_path": ""}},
+            "option 'offload_param.nvme_path'",
+        ),
     ],
 )
 def test_a_wrong_option_says_what_and_where(options: dict[str, Any], message: str) -> None:
@@ -165,3 +174,29 @@ def test_a_wrong_option_says_what_and_where(options: dict[str, Any], message: st
 def test_parameters_are_offloaded_at_stage_3_only(stage: Stage) -> None:
     with pytest.raises(OptionError, match='offload_param needs backend="zero3"'):
         check_offload(parse({"offload_param": {"device": "cpu"}}), stage)
+
+
+@pytest.mark.parametrize("what", ["missing", "file", "pipe", "/proc"])
+@pytest.mark.parametrize("option", ["nvme_path", "offload_param", "offload_activations"])
+def test_a_folder_in_which_no_file_can_be_made_is_refused(
+    tmp_path: Path, what: str, option: str
+) -> None:
+    """A pipe is not waited for, and what is there stays."""
+    path = tmp_path / what
+    if what == "file":
+        path.write_text("not ours")
+    elif what == "pipe":
+        os.mkfifo(path)
+    section = {"device": "nvme", "nvme_path": [str(tmp_path), str(path)]}
+    settings = parse({option: section["nvme_path"] if option == "nvme_path" else section})
+    with pytest.raises(OptionError, match=f"nvme_path '{path}': .*Name a folder on a local disk"):
+        refuse_folders(settings)
+    assert os.listdir(tmp_path) == ([what] if what in ("file", "pipe") else [])
+    if what == "file":
+        assert path.read_text() == "not ours"
+
+
+def test_folders_in_which_files_can_be_made_are_left_as_they_are(tmp_path: Path) -> None:
+    refuse_folders(parse({"nvme_path": str(tmp_path)}))
+    refuse_folders(parse(None))
+    assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from zero_compile import pipeline
 from zero_compile.capture import Capture
 from zero_compile.lowering import Lowered, Lowering
+from zero_compile.offload import refuse_folders
 from zero_compile.options import parse
 from zero_compile.refusals import refuse_torch_version
 from zero_compile.unseen import refuse_unseen
@@ -54,6 +55,7 @@ def _compile(
 ) -> Any:
     refuse_torch_version()
     settings = parse(options, stage=int(stage))
+    refuse_folders(settings)
     patches = {**compat.mode_patches(mode), **compat.PLANNED_ORDER, **settings.inductor}
     capture = Capture.of(gm, example_inputs, settings, stage)
     if not capture.entries:

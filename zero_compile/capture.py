@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from zero_compile.fx_graph import calls, parameter_number, positions
 from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
 from zero_compile.leaves import find_leaves, hold_leaves
-from zero_compile.offload import offload_of, refuse_budgets
+from zero_compile.offload import offload_of, refuse_budgets, refuse_folders
 from zero_compile.options import Options, parse
 from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.passes.tile_linears import tileable
@@ -220,6 +220,7 @@ def partition(
     if stage not in tuple(Stage):
         raise OptionError(f"stage {stage!r}: ZeRO has the stages 1, 2 and 3")
     settings = parse(options, stage=stage)
+    refuse_folders(settings)
     for module in model.modules():
         refuse_wrapper(module)
     named = parameter_names(model)
@@ -277,6 +278,7 @@ def build_session(options: Options) -> Session:
         GroupError: several ranks were launched and no process group was initialised.
     """
     refuse_budgets(options)
+    refuse_folders(options)
     group, policy = _group(options), _policy(options, Stage.PARAMETERS)
     offload = replace(offload_of(options, [], policy, group.world_size), sized=False)
     session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)

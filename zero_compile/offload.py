@@ -1,5 +1,6 @@
 """DeepSpeed's sections ``offload_param`` and ``offload_optimizer``, and what else says what leaves the device."""
 
+import os
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -8,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from zero_compile.planner.budget import Held
 from zero_compile.planner.placement import Budgets, Wish, place
-from zero_runtime.errors import OptionError
+from zero_runtime.errors import OptionError, SwapError
 from zero_runtime.offload import Offload
 from zero_runtime.plan import Policy, Stage, Tier
+from zero_runtime.scratch import open_scratch
 
 if TYPE_CHECKING:
     from zero_compile.options import Options
@@ -32,6 +34,11 @@ class Section(BaseModel):
 
     pin_memory: bool = True
     """Whether host memory is pinned, where there is a GPU."""
+
+    @field_validator("nvme_path")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return refuse_empty(value)
 
     @property
     def tier(self) -> Tier:
@@ -116,6 +123,33 @@ class OffloadActivations(Section):
 def folders_of(path: Any) -> tuple[str, ...]:
     """``nvme_path`` as a tuple of folders."""
     return (path,) if isinstance(path, str) else tuple(path or ())
+
+
+def refuse_empty(path: Any) -> Any:
+    """``nvme_path``, where every folder in it has a name: none would be the working directory.
+
+    Raises:
+        ValueError: one has not.
+    """
+    if path is not None and not all(folders_of(path) or ("",)):
+        raise ValueError(f"expected a folder, or a list of folders, got {path!r}")
+    return path
+
+
+def refuse_folders(options: "Options") -> None:
+    """Refuse folders in which no swap file can be made here, by making one in each.
+
+    Raises:
+        OptionError: names the folder, and says what is wrong with it.
+    """
+    for folder in folders_for(options):
+        try:
+            os.close(open_scratch(folder, "zero").descriptor)
+        except SwapError as error:
+            raise OptionError(
+                f"nvme_path {folder!r}: {os.strerror(error.errno or 0)}. Name a folder on a local disk that "
+                "exists and in which this process may make files."
+            ) from error
 
 
 def check_offload(options: "Options", stage: Stage) -> None:

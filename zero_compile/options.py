@@ -20,7 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_compile.deepspeed.convert import expanded
 from zero_compile.layout import LayoutPolicy
-from zero_compile.offload import OffloadActivations, OffloadOptimizer, OffloadParam
+from zero_compile.offload import (
+    OffloadActivations,
+    OffloadOptimizer,
+    OffloadParam,
+    refuse_empty,
+)
 from zero_compile.planner.budget import parse_bytes
 from zero_compile.precision import precision_section
 from zero_runtime.errors import OptionError
@@ -185,6 +190,11 @@ class Options(BaseModel):
         if not isinstance(value, bool | torch.optim.Optimizer):
             raise ValueError(f"expected True, False or an optimizer, got {value!r}")
         return value
+
+    @field_validator("nvme_path")
+    @classmethod
+    def _folders(cls, value: Any) -> Any:
+        return refuse_empty(value)
 
     @field_validator("device_memory", "host_memory", "tile_bytes", mode="before")
     @classmethod

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "../swap_checksum.cpp"
 #include "../swap_disk.cpp"
 #include "../swap_faults.cpp"
 #include "../swap_ring.cpp"
@@ -195,9 +196,60 @@ void AFailureBelongsToItsTicket(const SwapOptions& options) {
 void AFileThatLostItsEnd(const SwapOptions& options) {
   SwapFile file(options, {});
   file.Allocate("x", 10 * kSwapPage);
-  CHECK(truncate(options.path.c_str(), kSwapPage) == 0);
+  Write(&file, "x", Filled(10 * kSwapPage, 1));
+  file.Drain();
+  CHECK(ftruncate(options.fd, kSwapPage) == 0);
   const auto out = std::make_shared<Bytes>(10 * kSwapPage, 0);
   CHECK(CodeOf([&] { file.Wait(Read(&file, "x", out)); }, options.path) == EIO);
+}
+
+void ABlockThatChangedOnTheDisk(const SwapOptions& options) {
+  const int64_t nbytes = 3 * options.block_size - 5;
+  for (const int64_t place : {int64_t{0}, options.block_size - 1, nbytes - 1}) {
+    SwapFile file(options, {});
+    file.Allocate("below", 1);
+    const int64_t begin = file.Allocate("x", nbytes).offset;
+    Write(&file, "below", Filled(1, 1));
+    Write(&file, "x", Filled(nbytes, 2));
+    file.Drain();
+    StagingSlots page(1, kSwapPage);
+    const int64_t at = (begin + place) / kSwapPage * kSwapPage;
+    CHECK(pread(options.fd, page.At(0), kSwapPage, at) == kSwapPage);
+    page.At(0)[(begin + place) % kSwapPage] ^= 1;
+    CHECK(pwrite(options.fd, page.At(0), kSwapPage, at) == kSwapPage);
+    const auto out = std::make_shared<Bytes>(nbytes, 1);
+    CHECK(CodeOf([&] { file.Wait(Read(&file, "x", out)); }, "'x'") == EBADMSG);
+    CHECK(ReadsBack(&file, "below", 1, 1));
+    Write(&file, "x", Filled(nbytes, 3));
+    CHECK(ReadsBack(&file, "x", nbytes, 3));
+  }
+}
+
+void AReadTakesWhatWasWritten(const SwapOptions& options) {
+  SwapFile file(options, {});
+  file.Allocate("x", 100);
+  const auto out = std::make_shared<Bytes>(50, 0);
+  CHECK(CodeOf([&] { Read(&file, "x", out); }, "where none were written") == EINVAL);
+  Write(&file, "x", Filled(60, 1));
+  CHECK(CodeOf([&] { Read(&file, "x", out); }, "where 60 were written") == EINVAL);
+  Write(&file, "x", Filled(50, 2));
+  CHECK(ReadsBack(&file, "x", 50, 2));
+}
+
+void TheChecksumIsTheSameInEachWay(const SwapOptions&) {
+  uint64_t sum = 0xFFFFFFFF;
+  for (int i = 0; i < 4; ++i) sum = SwapChecksumStepByTable(sum, 0);
+  CHECK((sum ^ 0xFFFFFFFF) == 0x8A9136AA);  // of 32 zeros, by RFC 3720
+  for (int64_t nbytes = 0; nbytes < 300; ++nbytes) {
+    const auto bytes = Filled(nbytes, static_cast<uint32_t>(nbytes), nbytes % 9);
+    sum = SwapChecksum(bytes->data(), nbytes);
+    CHECK(sum == SwapChecksumByTable(bytes->data(), nbytes));
+    for (int64_t i = 0; i < nbytes; ++i) {
+      bytes->data()[i] ^= static_cast<char>(1 << (i % 8));
+      CHECK(sum != SwapChecksum(bytes->data(), nbytes));
+      bytes->data()[i] ^= static_cast<char>(1 << (i % 8));
+    }
+  }
 }
 
 void ManyWaitForOneTicket(const SwapOptions& options) {
@@ -261,16 +313,8 @@ void CloseUnderLoad(const SwapOptions& options) {
   closer.join();
   file.Close();
   file.Drain();
-  CHECK(access(options.path.c_str(), F_OK) != 0);
+  CHECK(lseek(options.fd, 0, SEEK_END) == 0);
   CHECK(file.Stats().bytes_written >= file.Stats().bytes_read);
-}
-
-void APathInUseIsRefused(const SwapOptions& options) {
-  auto file = std::make_unique<SwapFile>(options, SwapFaults());
-  CHECK(CodeOf([&] { SwapFile(options, {}); }, options.path) == EWOULDBLOCK);
-  file.reset();
-  SwapFile again(options, {});
-  again.Allocate("x", 1);
 }
 
 struct Test {
@@ -284,15 +328,19 @@ constexpr Test kTests[] = {
     {"short, interrupted and delayed requests", ShortInterruptedAndDelayedRequests},
     {"a failure belongs to its ticket", AFailureBelongsToItsTicket},
     {"a file that lost its end", AFileThatLostItsEnd},
+    {"a block that changed on the disk", ABlockThatChangedOnTheDisk},
+    {"a read takes what was written", AReadTakesWhatWasWritten},
+    {"the checksum is the same in each way", TheChecksumIsTheSameInEachWay},
     {"many wait for one ticket", ManyWaitForOneTicket},
     {"extents are freed and used again", ExtentsAreFreedAndUsedAgain},
     {"close under load", CloseUnderLoad},
-    {"a path in use is refused", APathInUseIsRefused},
 };
 
 SwapOptions Options(const std::string& folder, SwapBackend backend, bool direct) {
   SwapOptions options;
-  options.path = folder + "/swap_test_" + std::to_string(getpid()) + ".swap";
+  options.path = folder + "/swap_test_XXXXXX";
+  options.fd = mkstemp(options.path.data());
+  CHECK(options.fd >= 0 && unlink(options.path.c_str()) == 0);
   options.capacity = kCapacity;
   options.block_size = 4 * kSwapPage;
   options.threads = 3;

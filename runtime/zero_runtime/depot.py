@@ -53,7 +53,7 @@ class Depot:
         """The swap files; opened here.
 
         Raises:
-            SwapError: a folder is missing, full, not writable, or used by another run.
+            SwapError: a folder is missing, full or not writable.
         """
         if self._swap is None:
             if not self.offload.folders:

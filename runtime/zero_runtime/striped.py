@@ -74,19 +74,6 @@ class _Lane:
         self._name = name
         self._capacity = capacity
         self.files = [make(folder, capacity, name=name)]
-        try:
-            self._take_leftovers()
-        except BaseException:
-            self.files[0].close()
-            raise
-
-    def _take_leftovers(self) -> None:
-        """Delete further files of a process that was killed, which this one may never need."""
-        for count in itertools.count(1):
-            name = f"{self._name}+{count}"
-            if not os.path.isfile(os.path.join(self._folder, f"{name}.swap")):
-                return
-            self._make(self._folder, PAGE, name=name).close()
 
     def allocate(self, name: str, nbytes: int) -> tuple[SwapFile, Extent]:
         """Set `nbytes` aside in the first file with room, or in a new one. Raises SwapError."""
@@ -140,13 +127,13 @@ class StripedSwap:
     ) -> None:
         """Reserve `capacity` bytes, evenly over `folders`, which must exist.
 
-        The first file of each folder is ``name.swap``, further ones ``name+1.swap`` and so on.
+        Messages call the first file of each folder `name`, further ones ``name+1`` and so on.
         `config`, `slots` and the arguments after it hold for each file; see
         :class:`zero_runtime.swap.SwapFile`.
 
-        Raises SwapError where a folder is missing or not writable, the space is not there, or a
-        file is in use; OptionError where an argument is out of range or a folder is named twice.
-        Then no file is left.
+        Raises SwapError where a folder is missing or not writable, or the space is not there;
+        OptionError where an argument is out of range or a folder is named twice. Then no file is
+        left.
         """
         make = partial(
             SwapFile,
@@ -229,9 +216,10 @@ class StripedSwap:
         return StripedTicket(name, [file.write(name, piece) for file, piece in pieces])
 
     def read(self, name: str, out: Tensor) -> StripedTicket:
-        """Start filling `out` from the beginning of the extent of `name`.
+        """Start filling `out` with what was last written to `name`, and has its size.
 
-        The same as :meth:`write` otherwise. What was never written is undefined.
+        The same as :meth:`write` otherwise; SwapError also where something of another size, or
+        nothing, was written.
         """
         pieces = self._pieces(name, out)
         return StripedTicket(name, [file.read(name, piece) for file, piece in pieces])
@@ -250,7 +238,7 @@ class StripedSwap:
         return SwapStats(sum(read), sum(written), sum(allocated), sum(capacity), all(direct))
 
     def close(self) -> None:
-        """Wait for all operations and delete the files; does nothing the second time.
+        """Wait for all operations and give up the files; does nothing the second time.
 
         Raises SwapError, after that, for a failure that nobody waited for.
         """

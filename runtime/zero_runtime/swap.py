@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zero_runtime import native as _native
 from zero_runtime.errors import OptionError, SwapError
+from zero_runtime.scratch import Scratch, open_scratch
 from zero_runtime.swap_threads import PAGE, Faults, ThreadedSwap
 
 __all__ = [
@@ -59,7 +60,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class AioConfig:
-    """How a swap file moves data, with the names and defaults of DeepSpeed's ``aio`` section.
+    """How a swap file moves data: DeepSpeed's ``aio`` section, with its defaults, and one key more.
 
     Raises OptionError, naming the key, where a value has a wrong type or is out of range.
     """
@@ -77,6 +78,8 @@ class AioConfig:
     overlap_events: bool = True
     """With io_uring, start a request as soon as another one is complete; otherwise wait for all in
     flight, then start as many again. Threads always overlap."""
+    checksum: bool = True
+    """Ours: a checksum of each block, made when it is written and compared when it is read."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -162,7 +165,7 @@ class _NativeSwap:
 
     def __init__(
         self,
-        path: str,
+        scratch: Scratch,
         capacity: int,
         config: AioConfig,
         slots: int,
@@ -174,13 +177,15 @@ class _NativeSwap:
         self._ops: Any = torch.ops.zero_native
         self._file: int = _reporting(
             self._ops.swap_open.default,
-            path,
+            scratch.path,
+            scratch.descriptor,
             capacity,
             config.block_size,
             config.in_flight,
             config.ring_depth,
             slots,
             direct,
+            config.checksum,
             _BACKENDS[backend],
             config.single_submit,
             config.overlap_events,
@@ -256,14 +261,15 @@ class Ticket:
 
 
 class SwapFile:
-    """A preallocated scratch file that holds flat CPU tensors by name.
+    """A preallocated scratch file, without a name of its own, that holds flat CPU tensors by name.
 
     Operations on one name run in the order in which they were started, so a read sees the write
-    before it; those on different names run in any order. A read whose last write failed fails too.
+    before it; those on different names run in any order. A read takes as many bytes as were written
+    last, and fails where that write failed, or where the file holds other bytes by now.
     Any thread may call any method. Closing, also at the end of a ``with`` block, when the object is
-    dropped and when the interpreter ends, waits for everything and deletes the file. A file that a
-    killed process left behind is taken over. Where the file or its folder is removed meanwhile, the
-    open one works on, without a name, and a new one needs the folder again.
+    dropped and when the interpreter ends, waits for everything and gives the space back. A process
+    that is killed leaves nothing behind. Where the folder is removed meanwhile, the open file works
+    on, and a new one needs the folder again.
 
     A forked child may not use its parent's file, and leaves it alone.
     """
@@ -281,9 +287,9 @@ class SwapFile:
         backend: BackendName | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """Reserve `capacity` bytes for ``name.swap`` in `folder`, which must exist.
+        """Reserve `capacity` bytes in `folder`, which must exist.
 
-        Each rank and session needs a `name` of its own. With O_DIRECT, tensors that are not aligned
+        `name` stands in messages and need not be unique. With O_DIRECT, tensors that are not aligned
         to 4096 bytes, and ends that are not, pass through `slots` buffers of ``block_size`` bytes,
         which are resident from the start where io_uring has them registered.
         `direct=False` goes without O_DIRECT; `native` chooses the C++ extension (True, raises
@@ -291,9 +297,8 @@ class SwapFile:
         `backend` chooses what the extension does: ``"io_uring"`` or ``"threads"`` instead of
         io_uring where a page passes through it, threads elsewhere. `faults` is for tests.
 
-        Raises SwapError where the folder is missing or not writable, the space is not there,
-        another SwapFile has the file open, or `backend` does not work; OptionError where an
-        argument is out of range.
+        Raises SwapError where the folder is missing or not writable, the space is not there, or
+        `backend` does not work; OptionError where an argument is out of range.
         """
         if capacity < 1 or slots < 1:
             raise OptionError(f"swap: capacity {capacity} and slots {slots} must be at least 1")
@@ -301,18 +306,22 @@ class SwapFile:
             raise OptionError(f"swap: name {name!r} is no file name")
         if backend not in _BACKENDS or (backend == "io_uring" and native is False):
             raise OptionError(f"swap: backend {backend!r} does not exist with native={native}")
-        self.path: Final = os.path.join(os.path.abspath(folder), f"{name}.swap")
-        """Of the file."""
-        self._backend = _make_backend(
-            _native.AVAILABLE or backend == "io_uring" if native is None else native,
-            self.path,
-            capacity,
-            config if config is not None else AioConfig(),
-            slots,
-            direct,
-            backend,
-            faults if faults is not None else Faults(),
-        )
+        scratch = open_scratch(folder, name)
+        self.path: Final = scratch.path
+        """What the file was called for a moment: messages, and tools that list open files, say it."""
+        try:
+            self._backend = _make_backend(
+                _native.AVAILABLE or backend == "io_uring" if native is None else native,
+                scratch,
+                capacity,
+                config if config is not None else AioConfig(),
+                slots,
+                direct,
+                backend,
+                faults if faults is not None else Faults(),
+            )
+        finally:
+            os.close(scratch.descriptor)
         self._pid = os.getpid()
         self._closed = False
         self._finalizer = weakref.finalize(self, _abandon, self._backend, self.path, self._pid)
@@ -361,9 +370,10 @@ class SwapFile:
         return Ticket(self, self._live().write(name, flat), name)
 
     def read(self, name: str, out: Tensor) -> Ticket:
-        """Start filling `out` from the beginning of the extent of `name`.
+        """Start filling `out` with what was last written to `name`, and has its size.
 
-        The same as :meth:`write` otherwise. What was never written is undefined.
+        The same as :meth:`write` otherwise; SwapError also where something of another size, or
+        nothing, was written.
         """
         flat = flat_on_cpu(name, out, self.path)
         return Ticket(self, self._live().read(name, flat), name)
@@ -380,7 +390,7 @@ class SwapFile:
         return SwapStats(*self._live().stats())
 
     def close(self) -> None:
-        """Wait for all operations and delete the file; does nothing the second time.
+        """Wait for all operations and give up the file; does nothing the second time.
 
         Raises SwapError, after that, for the first failure that nobody waited for.
         """
@@ -413,7 +423,7 @@ class SwapFile:
 
 def _make_backend(
     native: bool,
-    path: str,
+    scratch: Scratch,
     capacity: int,
     config: AioConfig,
     slots: int,
@@ -422,8 +432,17 @@ def _make_backend(
     faults: Faults,
 ) -> _Backend:
     if native:
-        return _NativeSwap(path, capacity, config, slots, direct, backend, faults)
-    return ThreadedSwap(path, capacity, config.block_size, config.in_flight, slots, direct, faults)
+        return _NativeSwap(scratch, capacity, config, slots, direct, backend, faults)
+    return ThreadedSwap(
+        scratch,
+        capacity,
+        config.block_size,
+        config.in_flight,
+        config.checksum,
+        slots,
+        direct,
+        faults,
+    )
 
 
 def flat_on_cpu(name: str, tensor: Tensor, path: str) -> Tensor:

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_runtime.errors import SwapError
+from zero_runtime.scratch import Scratch
 
 __all__ = ["PAGE", "Faults", "ThreadedSwap"]
 
@@ -27,6 +29,9 @@ PAGE = 4096
 """What O_DIRECT asks of addresses, file offsets and counts, in bytes."""
 
 _MAX_STUCK = 16
+
+_CHANGED = errno.EBADMSG
+"""Of a read that finds other bytes than were written; file systems with checksums say so too."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,9 @@ class _Extent:
     length: int
     queue: collections.deque[_Operation] = field(default_factory=collections.deque)
     broken: int = 0
+    written: int = -1
+    sums: dict[int, int] = field(default_factory=dict)
+    """Of each block as it was last written, by its first byte's number."""
 
     @property
     def reserved(self) -> int:
@@ -165,17 +173,19 @@ class ThreadedSwap:
 
     def __init__(
         self,
-        path: str,
+        scratch: Scratch,
         capacity: int,
         block_size: int,
         threads: int,
+        checksum: bool,
         slots: int,
         direct: bool,
         faults: Faults,
     ) -> None:
-        self._path = path
+        self._path = scratch.path
         self._capacity = _whole_pages(capacity)
         self._block_size = block_size
+        self._checksum = checksum
         self._io = _Io(faults)
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -186,13 +196,12 @@ class ThreadedSwap:
         self._operations: dict[int, _Operation] = {}
         self._tickets = self._unfinished = self._read = self._written = self._allocated = 0
         self._closing = self._closed = self._direct = False
-        self._lock_fd = self._open_locked()
-        self._fd = self._lock_fd
+        self._fd = os.dup(scratch.descriptor)
         try:
             self._reserve()
             self.mode = f"Python threads, {self._probe_direct(direct, faults)}"
         except BaseException:
-            self._delete()
+            os.close(self._fd)
             raise
         self._slots = _Slots(slots, block_size)
         # Daemons: the interpreter would otherwise wait for them before it lets anyone close.
@@ -286,7 +295,7 @@ class ThreadedSwap:
                 raise self._failure(failed[0])
 
     def close(self) -> None:
-        """Wait for all operations, end the threads and delete the file."""
+        """Wait for all operations, end the threads and give up the file."""
         with self._lock:
             if self._closing:
                 self._completion.wait_for(lambda: self._closed)
@@ -296,7 +305,8 @@ class ThreadedSwap:
         for thread in self._threads:
             thread.join()
         with self._lock:
-            self._delete()
+            _code_of(partial(os.ftruncate, self._fd, 0))  # a forked child may still have it
+            os.close(self._fd)
             self._closed = True
             self._completion.notify_all()
 
@@ -326,6 +336,15 @@ class ThreadedSwap:
             ticket = self._tickets
             if nbytes == 0:
                 return ticket
+            if write:
+                extent.written = nbytes
+            elif nbytes != extent.written:
+                was = "none" if extent.written < 0 else extent.written
+                raise SwapError(
+                    errno.EINVAL,
+                    f"tensor '{name}': cannot read {nbytes} bytes of {self._path}, where {was} were "
+                    "written",
+                )
             operation = _Operation(ticket, write, name, extent, tensor, data, address)
             self._operations[ticket] = operation
             self._unfinished += 1
@@ -386,7 +405,7 @@ class ThreadedSwap:
         if operation.write:
             extent.broken = operation.code
         else:
-            operation.code = operation.code or extent.broken
+            operation.code = extent.broken or operation.code
         extent.queue.popleft()
         if extent.queue:
             self._ready.append(extent.queue[0])
@@ -400,6 +419,15 @@ class ThreadedSwap:
 
     def _move(self, operation: _Operation, begin: int, end: int) -> None:
         data = operation.data[begin:end]
+        self._carry(operation, begin, data)
+        if self._checksum:
+            found = zlib.crc32(data)
+            if operation.write:
+                operation.extent.sums[begin] = found
+            elif operation.extent.sums.get(begin) != found:
+                raise _os_error(_CHANGED)
+
+    def _carry(self, operation: _Operation, begin: int, data: memoryview) -> None:
         offset = operation.extent.offset + begin
         aligned = (operation.address + begin) % PAGE == 0 and len(data) % PAGE == 0
         if aligned or not self._direct:
@@ -439,71 +467,44 @@ class ThreadedSwap:
         return SwapError(
             operation.code,
             f"tensor '{operation.name}': cannot {verb} {len(operation.data)} bytes at offset "
-            f"{operation.extent.offset} of {self._path}: {os.strerror(operation.code)}",
+            f"{operation.extent.offset} of {self._path}: {_reason_of(operation.code)}",
         )
 
     # ------------------------------------------------------------------------------ the file
 
-    def _open_locked(self) -> int:
-        while True:
-            try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise self._refusal("cannot create swap file", error) from error
-            code = _code_of(partial(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
-            if code == errno.EWOULDBLOCK:
-                os.close(fd)
-                raise SwapError(
-                    code,
-                    f"swap file {self._path} is in use: give each rank and each session a name "
-                    "of its own",
-                )
-            if _is_named(fd, self._path):
-                return fd
-            os.close(fd)
-
     def _reserve(self) -> None:
-        try:
-            os.ftruncate(self._lock_fd, 0)
-            self._io.allocate(self._lock_fd, self._capacity)
-        except OSError as error:
-            what = f"cannot reserve {self._capacity} bytes for swap file"
-            raise self._refusal(what, error) from error
-
-    def _refusal(self, what: str, error: OSError) -> SwapError:
-        code = error.errno or errno.EIO
-        return SwapError(code, f"{what} {self._path}: {os.strerror(code)}")
+        code = _code_of(partial(self._io.allocate, self._fd, self._capacity))
+        if code:
+            raise SwapError(
+                code,
+                f"cannot reserve {self._capacity} bytes for swap file {self._path}: "
+                f"{os.strerror(code)}",
+            )
 
     def _probe_direct(self, direct: bool, faults: Faults) -> str:
-        """Open the file with O_DIRECT where a page passes through; return the mode."""
+        """Have requests pass the page cache by, where a page passes through; return the mode."""
         if not direct:
             return "buffered (as asked for)"
         if not hasattr(os, "O_DIRECT"):
             return "buffered (there is no O_DIRECT)"
-        if _is_tmpfs(self._path):
+        if _is_tmpfs(self._fd):
             return "buffered (tmpfs is memory)"
-        if faults.no_direct:
-            return f"buffered (O_DIRECT: {os.strerror(errno.EINVAL)})"
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            return f"buffered (O_DIRECT: {error.strerror})"
-        sent, received = mmap.mmap(-1, PAGE), mmap.mmap(-1, PAGE)
-        sent[:] = b"\xa5" * PAGE
-        code = _code_of(lambda: (os.pwrite(fd, sent, 0), os.preadv(fd, [received], 0)))
-        if code or sent[:] != received[:]:
-            os.close(fd)
-            return f"buffered (O_DIRECT: {os.strerror(code or errno.EIO)})"
-        self._fd, self._direct = fd, True
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        code = errno.EINVAL if faults.no_direct else _code_of(partial(self._try_direct, flags))
+        if code:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            return f"buffered (O_DIRECT: {os.strerror(code)})"
+        self._direct = True
         return "O_DIRECT"
 
-    def _delete(self) -> None:
-        if _is_named(self._lock_fd, self._path):
-            _code_of(partial(os.unlink, self._path))
-        _code_of(partial(os.ftruncate, self._lock_fd, 0))
-        _code_of(partial(fcntl.flock, self._lock_fd, fcntl.LOCK_UN))
-        for fd in {self._fd, self._lock_fd}:
-            os.close(fd)
+    def _try_direct(self, flags: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        sent, received = mmap.mmap(-1, PAGE), mmap.mmap(-1, PAGE)
+        sent[:] = b"\xa5" * PAGE
+        os.pwrite(self._fd, sent, 0)
+        os.preadv(self._fd, [received], 0)
+        if sent[:] != received[:]:
+            raise _os_error(errno.EIO)
 
 
 def _code_of(act: Callable[[], object]) -> int:
@@ -515,24 +516,22 @@ def _code_of(act: Callable[[], object]) -> int:
     return 0
 
 
-def _is_named(fd: int, path: str) -> bool:
-    """Return whether the path still leads to the open file."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        return False
-
-
-def _is_tmpfs(path: str) -> bool:
+def _is_tmpfs(fd: int) -> bool:
     """Return whether a file lies in memory already: O_DIRECT would only mean another copy."""
     try:
         with open("/proc/self/mountinfo") as table:
             mounts = [line.split() for line in table]
     except OSError:
         return False
-    device = os.stat(path).st_dev
+    device = os.fstat(fd).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return any(m[2] == wanted and m[m.index("-") + 1] == "tmpfs" for m in mounts)
+
+
+def _reason_of(code: int) -> str:
+    if code == _CHANGED:
+        return "the data has changed on the disk: its checksum is another one"
+    return os.strerror(code)
 
 
 def _os_error(code: int) -> OSError:
