@@ -193,7 +193,7 @@ class Entry:
     def _widen_gradient(self, parameter: nn.Parameter) -> None:
         """Have autograd accept gradients of another dtype, where the bucket's differ from its elements."""
         dtype = self.place.bucket.gradient_dtype
-        if parameter.requires_grad and dtype is not parameter.dtype:
+        if dtype is not parameter.dtype:  # a frozen one may begin to train
             parameter.grad_dtype = dtype
 
     def _moved_into_bucket(self, parameter: nn.Parameter) -> torch.Tensor:
