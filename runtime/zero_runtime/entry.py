@@ -221,10 +221,7 @@ class Entry:
         return ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
 
     def begin_step(self) -> None:
-        """Make the user's object its own flat shard, so that optimizer state is born partitioned.
-
-        A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
-        """
+        """Make the user's object its own flat shard, maybe of no elements: optimizer state is born partitioned."""
         self.step_aside()
         self.step_now()
 
@@ -235,7 +232,7 @@ class Entry:
         bucket, slot = self.place
         parameter.data = bucket.local(slot, bucket.open_step())
         self.state = ParameterState.STEPPING
-        if self._gradient is not None and parameter.numel():
+        if self._gradient is not None:
             parameter.grad = self.own_gradient.to(parameter.data)
 
     def stepped(self) -> None:
@@ -279,8 +276,6 @@ class Entry:
         if parameter is None or self.state not in (ParameterState.STEPPING, ParameterState.ASIDE):
             return
         assert self._home is not None
-        if self.state is ParameterState.STEPPING and parameter.numel() and parameter.grad is None:
-            self._gradient = None  # cleared while it was a shard
         parameter.grad = None
         parameter.data = self._home
         parameter.__class__ = kind
