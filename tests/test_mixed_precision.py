@@ -1,6 +1,7 @@
 """16-bit parameters with float32 master weights, and the dtype in which gradients are averaged."""
 
 import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -109,10 +110,10 @@ def test_two_and_two_and_twelve_bytes_a_parameter_over_the_world() -> None:
         assert state == pytest.approx(12 * elements / 2, rel=0.01)
 
 
-def _loaded() -> tuple[float, float]:
+def _loaded(backend: str) -> tuple[float, float]:
     """Weights loaded after the first step reach the masters too."""
     model = _model()
-    compiled = torch.compile(model, backend="zero3", options={"bf16": True})
+    compiled = torch.compile(model, backend=backend, options={"bf16": True})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     compiled(torch.ones(2, 16).bfloat16()).sum().backward()
     optimizer.step()
@@ -123,8 +124,111 @@ def _loaded() -> tuple[float, float]:
     return float(value.min()), float(value.max())
 
 
-def test_loaded_weights_survive_the_next_step() -> None:
-    assert ranks.run(2, _loaded) == [(0.25, 0.25)] * 2
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3"])
+def test_loaded_weights_survive_the_next_step(backend: str) -> None:
+    assert ranks.run(2, _loaded, backend) == [(0.25, 0.25)] * 2
+
+
+def _apply_nothing(model: nn.Module) -> None:
+    model._apply(lambda t: t)
+
+
+def _load_own(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def _swap_in_others(model: nn.Module) -> None:
+    """As an evaluation with averaged weights does."""
+    own = {n: v.clone() for n, v in model.state_dict().items()}
+    model.load_state_dict({n: v + 1 for n, v in own.items()})
+    model.load_state_dict(own)
+
+
+def _masters_after(options: dict[str, Any], backend: str, between: Any) -> dict[str, torch.Tensor]:
+    torch._dynamo.reset()
+    model = _model()
+    compiled = torch.compile(model, backend=backend, options={"bf16": True, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in _batches(6):
+        _loss(compiled, *mine(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(model)
+    get = zero_compile.safe_get_full_fp32_param
+    return {n: get(p).clone() for n, p in model.named_parameters()}
+
+
+def _undisturbed(options: dict[str, Any], backend: str) -> dict[str, bool]:
+    expected = _masters_after(options, backend, None)
+    same = {}
+    for between in (_apply_nothing, _load_own, _swap_in_others):
+        found = _masters_after(options, backend, between)
+        same[between.__name__] = all(torch.equal(found[n], v) for n, v in expected.items())
+    rounded = all(torch.equal(v, v.bfloat16().float()) for v in expected.values())
+    return {**same, "finer than bfloat16": not rounded}
+
+
+@pytest.mark.parametrize(
+    ("backend", "place"), [("zero1", None), ("zero3", None), ("zero3", "cpu"), ("zero3", "nvme")]
+)
+def test_writing_the_same_values_leaves_masters_as_they_are(
+    backend: str, place: str | None, tmp_path: Path
+) -> None:
+    section = {"device": place, **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}
+    options = {} if place is None else {"offload_param": section, "offload_optimizer": section}
+    for facts in ranks.run(2, _undisturbed, options, backend):
+        assert all(facts.values()), facts
+
+
+def _one_element(backend: str) -> bool:
+    """One element is given another value between two steps that change nothing."""
+    model = _model()
+    compiled = torch.compile(model, backend=backend, options={"bf16": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for lr in (1e-4, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        compiled(torch.ones(2, 16).bfloat16()).sum().backward()
+        optimizer.step()
+        if lr:
+            expected = zero_compile.safe_get_full_fp32_param(model[0].weight).clone()
+            expected[3, 5] = 7.0
+            with torch.no_grad():
+                model[0].weight[3, 5] = 7.0
+    return torch.equal(zero_compile.safe_get_full_fp32_param(model[0].weight), expected)
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero3"])
+def test_only_the_masters_of_elements_that_were_written_change(backend: str) -> None:
+    assert all(ranks.run(2, _one_element, backend))
+
+
+def _unfrozen(dtype: torch.dtype, options: dict[str, Any]) -> tuple[list[bool], bool]:
+    """A frozen layer begins to train. Whether each step moved it, and whether by its gradient in float32."""
+    model, rate = _model().to(dtype), 2.0**-4
+    model[0].requires_grad_(False)
+    compiled = torch.compile(model, backend="zero3", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    p = model[0].bias
+    before, moved, expected = p.detach().float(), [], None
+    for x, y in _batches(2):
+        _loss(compiled, x.to(dtype), y.to(dtype)).backward()
+        if p.grad is not None:
+            expected = before - rate * p.grad.full_tensor().float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(before, p.detach().float()))
+        model[0].requires_grad_(True)
+    assert expected is not None
+    master = zero_compile.safe_get_full_fp32_param(p)
+    return moved, torch.allclose(master, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("place", [None, "cpu"])
+@pytest.mark.parametrize(("dtype", "option"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_frozen_part_begins_to_train(dtype: torch.dtype, option: str, place: str | None) -> None:
+    options = {option: True, **({"offload_optimizer": {"device": place}} if place else {})}
+    assert ranks.run(2, _unfrozen, dtype, options) == [([False, True], True)] * 2
 
 
 def _reduced(name: str | None) -> float:

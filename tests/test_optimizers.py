@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,34 @@ def test_optimizer_state_is_born_partitioned() -> None:
     assert sum(elements for elements, _, _ in results) == 2 * whole
 
 
+def _state_keys(names: list[str], folder: str) -> dict[str, list[list[str]]]:
+    """What state each parameter has, by optimizer and by where it lives; one has all its elements on one rank."""
+    found = {}
+    for place in ("none", "cpu", "nvme"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        section = {"device": place, **({"nvme_path": folder} if place == "nvme" else {})}
+        model = Small()
+        compiled = torch.compile(model, backend="zero3", options={"offload_optimizer": section})
+        for name in names:
+            optimizer = CASES[name](model.parameters())
+            compiled(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = optimizer.state_dict()["state"]
+            found[f"{name} on {place}"] = [sorted(state[i]) for i in range(len(state))]
+    return found
+
+
+def test_every_rank_has_every_key_of_the_state(tmp_path: Path) -> None:
+    names = ["adamw", "adamw_foreach", "adamw_fused", "sgd_momentum", "rmsprop", "nadam", "asgd"]
+    first, *others = ranks.run(3, _state_keys, names, str(tmp_path))
+    for name, states in first.items():
+        assert len(states) == 7, name
+        assert all(states), name
+        assert all(theirs[name] == states for theirs in others), name
+
+
 def _state_before_compile() -> tuple[Run, Run]:
     """Two steps unsharded, then compiled: existing state and gradients are cut to each rank's part."""
     torch.manual_seed(0)
@@ -209,6 +238,107 @@ class Failing(torch.optim.AdamW):
     def _init_group(self, *args: Any) -> Any:
         super()._init_group(*args)
         raise MemoryError
+
+
+def _fails_in_a_hook(optimizer: torch.optim.Optimizer) -> None:
+    def hook(*_: Any) -> None:
+        raise MemoryError
+
+    handle = optimizer.register_step_pre_hook(hook)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+def _fails_in_its_closure(optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> float:
+        raise MemoryError
+
+    optimizer.step(closure)
+
+
+def _fails_at_work(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = "much"
+    try:
+        optimizer.step()
+    except (TypeError, ValueError) as error:
+        raise MemoryError from error
+    finally:
+        optimizer.param_groups[0]["lr"] = 1e-3
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("fail", [_fails_in_a_hook, _fails_in_its_closure, _fails_at_work])
+def test_after_a_step_that_failed_gradients_are_what_they_were_and_may_be_replaced(
+    fail: Any, offload: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    options = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    compiled = torch.compile(model, backend="zero3", options=options)
+    x = torch.randn(2, 7)
+    compiled(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(MemoryError):
+        fail(optimizer)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    optimizer.zero_grad()
+    expected = torch.full((33, 7), 0.5)
+    model.up.weight.grad = expected.clone()
+    compiled(x)
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["up.weight"]
+    assert torch.equal(model.up.weight.grad, expected)
+
+
+def _hooked() -> tuple[list[float], list[float], bool]:
+    """Norms that a hook before the step takes; what a hook after it sees of the first weight."""
+    torch.manual_seed(0)
+    start, norms, seen = Small(), [], []
+    batches = [(torch.randn(12, 7), torch.randn(12, 5)) for _ in range(3)]
+    for backend in (None, "zero3"):
+        torch._dynamo.reset()
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: list[float] = []
+        after: list[torch.Tensor] = []
+
+        def clip(*_: Any, model: nn.Module = model, found: list[float] = found) -> None:
+            found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+
+        def look(*_: Any, model: Any = model, after: list[torch.Tensor] = after) -> None:
+            after.append(model.up.weight.detach().clone())
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(look)
+        step = None if backend is None else torch.compile(model, backend=backend)
+        train(model, batches, _loss, lambda _, optimizer=optimizer: optimizer, step=step)
+        norms.append(found)
+        seen.append(after)
+    same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*seen, strict=True))
+    return norms[0], norms[1], same
+
+
+def test_hooks_around_the_step_meet_partitioned_parameters() -> None:
+    for plain, sharded, same in ranks.run(2, _hooked):
+        assert sharded == pytest.approx(plain, rel=1e-5)
+        assert same
+
+
+def test_an_optimizer_of_another_model_may_be_of_any_kind() -> None:
+    _stepped(partial(torch.optim.SGD, lr=1e-3))
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([p], lr=0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == 3.0
+    assert float(p.detach().abs().max()) < 1e-3
 
 
 def test_an_exception_inside_step_leaves_the_model_usable() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from training import Run, against_unsharded, assert_same_training, mine, whole_parameters
 
 import zero_compile
+from zero_compile import safe_get_full_grad
 from zero_runtime.gradient import ShardedGradient
 from zero_runtime.plan import Plan
 
@@ -113,6 +114,7 @@ def _access(over: str) -> dict[str, bool]:
         ),
         "copied": torch.equal(copy.deepcopy(model).up.weight, q),
         "gradient": torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6),
+        "gradient by name": torch.allclose(safe_get_full_grad(p), q.grad, atol=1e-6),
         "gradient's norm": torch.allclose(p.grad.norm(), q.grad.norm()),
         "gradient's least": torch.allclose(p.grad.min(), q.grad.min(), atol=1e-6),
         "sharded": isinstance(p.grad, ShardedGradient),

@@ -98,7 +98,6 @@ class Capture:
         if root is not None:
             session.guard(_others(session, root, set(map(id, found.values()))))
             hold_leaves(root, session, options.leaf_modules)
-            session.rescue(root)
         numbers = {nodes.index(node): number for number, node in enumerate(found)}
         return Capture(session, numbers, entries, f"graph{len(session.plans)}")
 
@@ -229,7 +228,6 @@ def partition(
     session = _session_for(named.values(), settings, Stage(stage))
     session.guard([_claim(session, name, p) for name, p in named.items()])
     hold_leaves(model, session, settings.leaf_modules)
-    session.rescue(model)
     session.settle()
 
 

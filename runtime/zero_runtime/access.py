@@ -1,6 +1,5 @@
 """One parameter's float32 value, gradient and optimizer state: this rank's elements of them, or all."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ from zero_runtime.parameter import as_plain
 from zero_runtime.plan import Stage
 from zero_runtime.session import Session, session_of
 
-#: What states are kept in, for ranks that own none of one and so do not know.
-_DTYPES: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 def at_rest(parameter: nn.Parameter) -> tuple[Session, Entry] | None:
     """The session and entry of a parameter in a bucket; None where every rank has its own, whole.
@@ -27,7 +23,6 @@ def at_rest(parameter: nn.Parameter) -> tuple[Session, Entry] | None:
     session = session_of(parameter)
     if session is None:
         return None
-    session.end_step()
     session.finish_refresh()
     session.lent.settle()
     entry = session.entry(parameter)
@@ -187,17 +182,11 @@ class States:
     def full(self, name: str) -> torch.Tensor | None:
         """As :meth:`local`, all elements. Collective."""
         own = self.local(name)
+        if own is None or name in SCALARS:
+            return own
         if self._found is None:
-            return own if own is None or name in SCALARS else own.view(self._parameter.shape)
-        session, entry = self._found
-        dtype = self._agreed_dtype(session, entry, own)
-        if dtype is None:
-            return None
-        if name in SCALARS:
-            number = torch.zeros((), dtype=dtype) if own is None else own
-            return session.group.max(number.to(entry.place.bucket.device)).to(number.device)
-        empty = torch.empty(0, dtype=dtype)
-        return _gathered(session, entry, empty if own is None else own, f"state {name}")
+            return own.view(self._parameter.shape)
+        return _gathered(*self._found, own, f"state {name}")
 
     def store(self, name: str, part: torch.Tensor) -> None:
         """Replace this rank's elements, or its single number.
@@ -209,8 +198,6 @@ class States:
         if there is not None and there.write_state(self._entry, name, part):
             return
         value = self._state.get(name)
-        if value is None and not part.numel():
-            return  # a rank that owns nothing of the parameter keeps no state for it
         if value is None:
             known = ", ".join(map(str, self._state)) or "none yet"
             raise ZeroError(f"the optimizer keeps no state {name!r} for this parameter: {known}")
@@ -223,11 +210,8 @@ class States:
 
     def store_full(self, name: str, whole: torch.Tensor) -> None:
         """As :meth:`store`, given all elements."""
-        if self._found is None or name in SCALARS:
-            if self._state or name not in SCALARS:
-                self.store(name, whole)
-        else:
-            self.store(name, part_of(self._entry, whole))
+        cut = self._found is not None and name not in SCALARS
+        self.store(name, part_of(self._entry, whole) if cut else whole)
 
     @property
     def _entry(self) -> Entry:
@@ -237,15 +221,6 @@ class States:
     def _is_whole(self, value: torch.Tensor) -> bool:
         """State that was loaded whole, and is cut at the next step."""
         return tuple(value.shape) == self._entry.place.slot.shape != (own_numel(self._entry),)
-
-    def _agreed_dtype(
-        self, session: Session, entry: Entry, own: torch.Tensor | None
-    ) -> torch.dtype | None:
-        """The state's dtype, for ranks that own none of it; None where no rank has any."""
-        code = 0 if own is None or own.dtype not in _DTYPES else 1 + _DTYPES.index(own.dtype)
-        there = torch.tensor(code, device=entry.place.bucket.device)
-        found = int(session.group.max(there))
-        return _DTYPES[found - 1] if found else None
 
 
 def part_of(entry: Entry, whole: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,8 @@ class Bucket:
         numel = plan.padded if self.stays_whole else plan.chunk
         self._weights = self._shelf("weights", numel, plan.torch_dtype, plan.residence.parameters)
         self._masters = self._shelf("masters", plan.chunk, torch.float32, plan.residence.optimizer)
+        self._given = False
+        """Whether parameters were given values since masters last followed them."""
         self._fetching: Moving | None = None
         self._stepped: torch.Tensor | None = None
 
@@ -140,14 +142,29 @@ class Bucket:
 
     def _to_step_on(self) -> torch.Tensor:
         if self.has_master:
-            fresh = not self._masters.used
-            masters = self._masters.edit()
-            return masters.copy_(self.shard) if fresh else masters
+            if not self._masters.used:
+                return self._masters.edit().copy_(self.shard)
+            self._masters_now()
+            return self._masters.edit()
         if self.lives_on_host == self.steps_on_host:
             return self._own(self._weights.edit())
         if self.steps_on_host:
             return self.depot.to_host(self.shard).land()
         return self.depot.to_device(self.shard, self.device).land()
+
+    def _masters_now(self) -> torch.Tensor:
+        """The masters. Each whose parameter was given another value than the master's own, rounded, has that.
+
+        At stages 1 and 2 code writes to parameters where they lie, and nobody is told.
+        """
+        masters = self._masters.read()
+        if self._given or self.stays_whole:
+            shard = self.shard.to(masters.device)
+            another = masters.to(shard.dtype) != shard
+            if another.any():
+                self._masters.edit().copy_(torch.where(another, shard, masters))
+            self._given = False
+        return masters
 
     def close_step(self, rounded: bool = False) -> None:
         """The shard takes over what was stepped on; ``rounded``: it has already."""
@@ -159,7 +176,9 @@ class Bucket:
     @property
     def stepped_shelves(self) -> tuple[Shelf, ...]:
         """What :meth:`open_step` reads."""
-        return (self._masters,) if self.has_master and self._masters.used else (self._weights,)
+        if self.has_master and self._masters.used:
+            return self.shelves if self._given else (self._masters,)
+        return (self._weights,)
 
     def room_for_rounded(self) -> torch.Tensor:
         """Host memory ``[chunk]`` for rounded masters, to be filled and given to :meth:`take_rounded`."""
@@ -232,16 +251,15 @@ class Bucket:
     def store(self, slot: Slot, whole: torch.Tensor) -> None:
         """Keep this rank's part of ``whole``, a tensor of the slot's logical shape."""
         self.drop_fetch()
-        part = self.part_of(slot, whole)
-        self.local(slot, self._own(self._weights.edit())).copy_(part)
-        if self.has_master and self._masters.used:
-            self.local(slot, self._masters.edit()).copy_(part)
+        self.local(slot, self._own(self._weights.edit())).copy_(self.part_of(slot, whole))
+        self._given = True
 
     def fill(self, slot: Slot, read: Callable[[torch.Tensor, int], None]) -> None:
         """Have ``read(target, start)`` fill this rank's elements, from number ``start`` of the slot on."""
         self.drop_fetch()
         start = max(0, self.plan.chunk_range(self.group.rank).start - slot.offset)
         read(self.local(slot, self._own(self._weights.edit())), start)
+        self._given = True
         self.put_away()
 
     def part_of(self, slot: Slot, whole: torch.Tensor) -> torch.Tensor:
@@ -300,7 +318,7 @@ class Bucket:
         """This rank's elements ``[n]`` of the slot, a copy: of the float32 master where there is one."""
         self.drop_fetch()
         used = self.has_master and self._masters.used
-        flat = self._masters.read() if used else self.shard
+        flat = self._masters_now() if used else self.shard
         found = self.local(slot, flat).clone()
         self.put_away()
         return found
@@ -309,13 +327,20 @@ class Bucket:
         """Replace this rank's elements ``[n]``, and their float32 master where the bucket has one."""
         self.drop_fetch()
         if self.has_master:
-            fresh = not self._masters.used
-            masters = self._masters.edit()
-            if fresh:
-                masters.copy_(self.shard)
-            self.local(slot, masters).copy_(part)
+            self._put_masters(slot, part)
         self.local(slot, self._own(self._weights.edit())).copy_(part)
         self.put_away()
+
+    def restore_masters(self, slot: Slot, part: torch.Tensor) -> None:
+        """Float32 masters ``[n]`` of before; not where they are not, rounded, what the parameter is now."""
+        self._put_masters(slot, part)
+        self._given = True
+        self.put_away()
+
+    def _put_masters(self, slot: Slot, part: torch.Tensor) -> None:
+        if not self._masters.used:
+            self._masters.edit().copy_(self.shard)
+        self.local(slot, self._masters.edit()).copy_(part)
 
     def start_refresh(self) -> Flight:
         """Start gathering every rank's part into :attr:`flat`, in place."""

@@ -228,7 +228,7 @@ class Entry:
     def _widen_gradient(self, parameter: nn.Parameter) -> None:
         """Have autograd accept gradients of another dtype, where the bucket's differ from its elements."""
         dtype = self.place.bucket.gradient_dtype
-        if parameter.requires_grad and dtype is not parameter.dtype:
+        if dtype is not parameter.dtype:  # a frozen one may begin to train
             parameter.grad_dtype = dtype
 
     def _moved_into_bucket(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -256,10 +256,7 @@ class Entry:
         return ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
 
     def begin_step(self) -> None:
-        """Make the user's object its own flat shard, so that optimizer state is born partitioned.
-
-        A rank that owns nothing of the parameter hides the gradient: optimizers then skip it.
-        """
+        """Make the user's object its own flat shard, maybe of no elements: optimizer state is born partitioned."""
         self.step_aside()
         self.step_now()
 
@@ -270,7 +267,7 @@ class Entry:
         bucket, slot = self.place
         parameter.data = bucket.local(slot, bucket.open_step())
         self.state = ParameterState.STEPPING
-        if self._gradient is not None and parameter.numel():
+        if self._gradient is not None:
             parameter.grad = self.own_gradient.to(parameter.data)
 
     def stepped(self) -> None:
@@ -314,8 +311,6 @@ class Entry:
         if parameter is None or self.state not in (ParameterState.STEPPING, ParameterState.ASIDE):
             return
         assert self._home is not None
-        if self.state is ParameterState.STEPPING and parameter.numel() and parameter.grad is None:
-            self._gradient = None  # cleared while it was a shard
         parameter.grad = None
         parameter.data = self._home
         parameter.__class__ = kind

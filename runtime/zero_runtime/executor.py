@@ -78,7 +78,6 @@ class Executor:
         self._new = True
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        self.session.end_step()
         self.session.finish_refresh()
         self.session.lent.settle()
         self.session.unpin()

@@ -31,7 +31,6 @@ class Holding:
         """Gather the parameters, one bucket at a time."""
         owned = [(session, p) for p in self._parameters if (session := session_of(p)) is not None]
         for session in dict.fromkeys(session for session, _ in owned):
-            session.end_step()
             session.finish_refresh()
             session.lent.settle()
         entries = {session.entry(p): session for session, p in owned}

@@ -153,7 +153,6 @@ class Leaf:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         uses = [u for u in _uses(module) if self._session.owns(u.parameter)]
-        self._session.end_step()
         parameters = list(dict.fromkeys(u.parameter for u in uses))
         entries = [self._session.entry(p) for p in parameters]
         visit = _Visit(self._name, self._session, entries)

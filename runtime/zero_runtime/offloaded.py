@@ -97,7 +97,7 @@ class OffloadedOptimizer:
         works: dict[Bucket, list[Work]] = {}
         for member in self._members:
             entry = member.entry
-            if entry.set_aside and len(entry.own_gradient):
+            if entry.set_aside:
                 work = self._work(member, member.group, _for_kernel(entry.own_gradient))
                 works.setdefault(member.bucket, []).append(work)
         for bucket, of_bucket in works.items():
@@ -111,7 +111,7 @@ class OffloadedOptimizer:
         """
         groups = {id(m.group): dict(m.group) for m in self._of(bucket)}
         own = [(m, bucket.local(m.entry.place.slot, gradient.tensor)) for m in self._of(bucket)]
-        works = [self._work(m, groups[id(m.group)], g) for m, g in own if len(g)]
+        works = [self._work(m, groups[id(m.group)], g) for m, g in own]
         self._submit(bucket, works, 1.0, gradient)
 
     def join(self) -> None:

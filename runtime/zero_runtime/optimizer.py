@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
 from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.hooks import ModuleHook
 from zero_runtime.lion import Lion
 from zero_runtime.offload import ON_DEVICE
 from zero_runtime.offloaded import OffloadedOptimizer
@@ -51,13 +48,27 @@ class _Stepping:
         self._part_of = part
         self._sessions: list[Session] = []
         self._offloaded: OffloadedOptimizer | None = None
-        self._rescue: Any = None
 
-    def begin(self) -> None:
-        """Parameters become shards. Should the step fail, the next module call brings them back.
+    def run(self, closure: Closure | None) -> Any:
+        """The stock step on shards, and ours. Returns what the closure does.
 
-        A closure may be what partitions them: its forward may be the model's first.
+        However this ends, parameters and gradients are as they were to the eye.
         """
+        step: Any = type(self.optimizer).step
+        outside = None if closure is None else self._outside(closure)
+        try:
+            self._begin()
+            loss = step.__wrapped__(self.optimizer, outside)  # what torch calls between its hooks
+            if self._offloaded is not None:
+                self._offloaded.update()
+        finally:
+            self._end()
+        for session in self._sessions:
+            session.start_refresh()
+        return loss
+
+    def _begin(self) -> None:
+        """Parameters become shards. A closure may be what partitions them: its forward may be the first."""
         self._sessions = list(dict.fromkeys(session for session, _ in _partitioned(self.optimizer)))
         if not self._sessions:
             return
@@ -68,7 +79,6 @@ class _Stepping:
         self._offloaded = self._part_of(self.optimizer, self._sessions)
         for session, parameter in list(_partitioned(self.optimizer)):
             self._take(session, parameter)
-        self._rescue = register_module_forward_pre_hook(lambda module, args: self.end())
 
     def _take(self, session: Session, parameter: nn.Parameter) -> None:
         _cut_state(self.optimizer, session, parameter)
@@ -78,43 +88,30 @@ class _Stepping:
         else:
             session.begin_step([parameter])
 
-    def update(self) -> None:
-        """Our part, after the stock step."""
-        if self._offloaded is not None:
-            self._offloaded.update()
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Parameters become whole again, to the eye. Idempotent."""
-        if self._rescue is not None:
-            self._rescue.remove()
-        self._rescue = None
         for session in self._sessions:
             session.end_step()
 
-    def refresh(self) -> None:
-        """Start sending what was updated to the ranks that hold whole parameters."""
-        for session in self._sessions:
-            session.start_refresh()
-
-    def outside(self, closure: Closure) -> Closure:
+    def _outside(self, closure: Closure) -> Closure:
         """The closure runs the model, so it must meet partitioned parameters, not shards."""
 
         def run() -> Any:
-            self.end()
-            try:
-                return closure()
-            finally:
-                self.begin()
+            self._end()
+            loss = closure()
+            self._begin()
+            return loss
 
         return run
 
 
 class StepHooks:
-    """Makes partitioned parameters shards before any optimizer's step, and brings them back after."""
+    """Does the step of every optimizer with partitioned parameters, in a hook before torch's own."""
 
     def __init__(self) -> None:
-        self._under_way: list[_Stepping] = []
-        self._handles: list[Any] = []
+        self._handle: Any = None
+        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]
+        self._last = weakref.WeakKeyDictionary()
         self._inspect: Callable[[torch.optim.Optimizer], None] | None = None
         self._inspected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -127,26 +124,40 @@ class StepHooks:
         ``inspect`` is called once for each optimizer, before its first step.
         """
         self._inspect = inspect or self._inspect
-        if not self._handles:
-            self._handles.append(register_optimizer_step_pre_hook(self.before_step))
-            self._handles.append(register_optimizer_step_post_hook(self.after_step))
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self.before_step)
 
     @outside_dynamo
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called by torch before ``step``; wraps a closure, which must meet whole parameters."""
+    ) -> None:
+        """Called by torch before the optimizer's own hooks: puts :meth:`step` behind them.
+
+        So they meet partitioned parameters and gradients, as does all code around ``step()``.
+        """
         if self._inspect is not None and optimizer not in self._inspected:
             self._inspect(optimizer)
             self._inspected.add(optimizer)
+        earlier = self._last.pop(optimizer, None)
+        if earlier is not None:
+            earlier.remove()
+        if _closure_of(args, kwargs) is not None or any(True for _ in _partitioned(optimizer)):
+            self._last[optimizer] = optimizer.register_step_pre_hook(ModuleHook(self.step))
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The last hook before the stock step: does all there is to do, and leaves that one nothing.
+
+        No hook of torch's is told when a step fails. This one is done with it before it returns.
+        """
         closure = _closure_of(args, kwargs)
-        if closure is None and not any(True for _ in _partitioned(optimizer)):
-            return None
+        if not _is_elementwise(optimizer) and not any(True for _ in _partitioned(optimizer)):
+            assert closure is not None
+            return (optimizer, _refusing(optimizer, closure)), {}
         self._seen.add(optimizer)
-        stepping = _Stepping(optimizer, self.offloaded)
-        stepping.begin()
-        self._under_way.append(stepping)
-        return None if closure is None else ((optimizer, stepping.outside(closure)), {})
+        loss = _Stepping(optimizer, self.offloaded).run(closure)
+        return (_idle(optimizer), None if closure is None else lambda: loss), {}
 
     def offloaded(
         self, optimizer: torch.optim.Optimizer, sessions: Sequence[Session]
@@ -174,16 +185,24 @@ class StepHooks:
         """The optimizer's part off the device; None if it has none yet."""
         return self._offloaded.get(optimizer)
 
-    @outside_dynamo
-    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by torch after ``step``; steps that ended in an exception are dropped on the way."""
-        while any(stepping.optimizer is optimizer for stepping in self._under_way):
-            stepping = self._under_way.pop()
-            try:
-                stepping.update()
-            finally:
-                stepping.end()
-            stepping.refresh()
+
+def _refusing(optimizer: torch.optim.Optimizer, closure: Closure) -> Closure:
+    """A closure after which nothing of the optimizer's may be partitioned."""
+
+    def run() -> Any:
+        loss = closure()
+        if any(True for _ in _partitioned(optimizer)):
+            refuse_unless_elementwise(optimizer)
+        return loss
+
+    return run
+
+
+def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind without parameters."""
+    idle: torch.optim.Optimizer = object.__new__(type(optimizer))
+    idle.__dict__ = {**optimizer.__dict__, "param_groups": []}
+    return idle
 
 
 HOOKS = StepHooks()
@@ -215,16 +234,19 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnsupportedError: it does not, or nobody knows.
     """
-    kind = type(optimizer)
-    known = {_update_of(base) for base in ELEMENTWISE if isinstance(optimizer, base)}
-    if _update_of(kind) in known:
+    if _is_elementwise(optimizer):
         return
     allowed = ", ".join(k.__name__ for k in ELEMENTWISE)
     raise UnsupportedError(
-        f"{kind.__name__} is not known to be elementwise: its update of one element may depend on "
+        f"{type(optimizer).__name__} is not known to be elementwise: its update of one element may depend on "
         "others (a norm, a factored statistic, a matrix), which is wrong on the flat shards that "
         f"zero3 steps on. Elementwise and supported: {allowed}."
     )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    known = {_update_of(base) for base in ELEMENTWISE if isinstance(optimizer, base)}
+    return _update_of(type(optimizer)) in known
 
 
 def _update_of(kind: type[torch.optim.Optimizer]) -> Any:

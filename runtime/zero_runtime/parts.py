@@ -151,7 +151,8 @@ class KernelPart:
         """Where the kernel puts the 16-bit parameters; None where it does not write all of them."""
         plan, rank = self._bucket.plan, self._bucket.group.rank
         own = {slot for slot in plan.slots if len(plan.owned(slot, rank))}
-        if not self._bucket.has_master or {w.slot for w in works} != own:
+        given = {work.slot for work in works if len(work.gradient)}
+        if not self._bucket.has_master or not own or given != own:
             return None
         return self._bucket.room_for_rounded()
 
@@ -162,6 +163,8 @@ class KernelPart:
         last = -2
         for work in sorted(works, key=lambda w: order[w.slot]):
             span = self._span(work)
+            if span.start == span.stop:  # no element of it is this rank's
+                continue
             joined = _join(open_span, span) if order[work.slot] == last + 1 else None
             if joined is None and open_span is not None:
                 yield open_span
@@ -194,7 +197,7 @@ class KernelPart:
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe; the rest is there already, as views of the flat state."""
         slot = entry.place.slot
-        if not self._steps.get(slot):  # nothing of it is this rank's, or it was never stepped
+        if not self._steps.get(slot):  # it was never stepped
             return
         for name, shelf in self._shelves.items() if self._away else ():
             state[name] = self._bucket.local(slot, shelf.read()).clone()

@@ -18,7 +18,6 @@ from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
-from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
 from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
@@ -86,7 +85,6 @@ class Session:
         """Optimizer steps done."""
         self.lent = Lent(self._store)
         """Copies handed to eager code, which may write to them."""
-        self._rescued: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepping = False
         self._refreshing: list[Flight] = []
         self.building = Building(self)
@@ -182,14 +180,6 @@ class Session:
             entry.guard(self._class)
             entry.watch(_arrives)
 
-    def rescue(self, root: nn.Module) -> None:
-        """Have ``root.state_dict()`` see parameters also after a step that failed. Idempotent."""
-        given = compat.compiled_module(root)
-        root = root if given is None else given
-        if root not in self._rescued:
-            self._rescued.add(root)
-            root.register_state_dict_pre_hook(ModuleHook(lambda *_: self.end_step()))
-
     def settle(self) -> None:
         """Before a step: reduce what was put off, partition what no graph has used."""
         self.building.finish({})
@@ -264,7 +254,7 @@ class Session:
                 )
 
     def end_step(self) -> None:
-        """Bring back every parameter that is still a shard (also after an exception inside ``step()``)."""
+        """Bring back every parameter that is still a shard."""
         if not self._stepping:
             return
         for entry in self.entries:

@@ -160,9 +160,17 @@ class TiledBucket(Bucket):
 
     def spread(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
         """``local`` at its place in zeros, as a gather arrives."""
+        return torch.cat([t.spread(t.plan.slots[0], part) for t, part in self._owned(local)])
+
+    def gather_beside(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        """As of any bucket, one tile after another."""
+        parts = [t.gather_beside(t.plan.slots[0], part) for t, part in self._owned(own)]
+        return torch.cat(parts, self.plan.dim)
+
+    def _owned(self, local: torch.Tensor) -> Iterator[tuple[Tile, torch.Tensor]]:
+        """This rank's elements of each tile, of ``local``, its elements of all."""
         owned = [len(t.plan.owned(t.plan.slots[0], self.group.rank)) for t in self.tiles]
-        parts = zip(self.tiles, local.split(owned), strict=True)
-        return torch.cat([tile.spread(tile.plan.slots[0], part) for tile, part in parts])
+        return zip(self.tiles, local.split(owned), strict=True)
 
     def _cut(self, whole: torch.Tensor) -> Iterator[tuple[Tile, torch.Tensor]]:
         return zip(self.tiles, whole.split(self.plan.sizes, self.plan.dim), strict=True)
