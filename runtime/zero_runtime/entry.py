@@ -6,6 +6,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from zero_runtime import compat
 from zero_runtime.buffers import fingerprint, husk
 from zero_runtime.errors import ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
@@ -82,6 +83,11 @@ class Entry:
         if self.state is ParameterState.SHARDED:
             return self.place.bucket.stays_whole
         return self.state not in (ParameterState.STEPPING, ParameterState.ASIDE)
+
+    @property
+    def saved(self) -> bool:
+        """Whether an autograd graph of before :meth:`guard` still has to read the value."""
+        return self.parameter is not None and compat.autograd_saved(self.parameter)
 
     def guard(self, kind: type[nn.Parameter]) -> None:
         """Make the object a ``kind`` that keeps its memory."""

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from zero_runtime.collectives import Group
 from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.errors import UnsupportedError, ZeroError
-from zero_runtime.gradient import Place, ShardedGradient
+from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
 from zero_runtime.offload import Offload, Residences
@@ -170,6 +171,21 @@ class Session:
         for entry in entries:
             entry.guard(self._class)
 
+    def watch(self, entry: Entry) -> None:
+        """Average the gradients that a graph of before :meth:`guard` has for the parameter."""
+        parameter = entry.parameter
+        assert parameter is not None
+        parameter.register_hook(partial(self._average_early, entry))
+
+    def _average_early(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Averages what may be averaged already: a gradient is the sum of those of all its graphs."""
+        if isinstance(gradient, ShardedGradient | SpentGradient):
+            return None
+        averaged = self.average(entry, gradient)
+        if averaged is None:  # it waits in its bucket
+            averaged = self.reduced_gradient(entry.place, entry.place.bucket.empty_shard().zero_())
+        return averaged
+
     def rescue(self, root: nn.Module) -> None:
         """Have ``root.state_dict()`` see parameters also after a step that failed. Idempotent."""
         given = compat.compiled_module(root)
@@ -185,6 +201,17 @@ class Session:
             if bucket.waiting:
                 self._reduce_waiting(bucket)
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
+        for entry in rest:
+            if entry.saved:
+                raise UnsupportedError(
+                    f"{entry.name} is about to be partitioned, and an autograd graph that was made before "
+                    "the compiled model first ran still has to read it: run its backward first, or drop "
+                    "it (del loss)."
+                )
+        self._partition_rest(rest)
+
+    def _partition_rest(self, rest: Sequence[Entry]) -> None:
+        """Give parameters that no graph has used buckets, and compare the values. Collective."""
         self.place(rest)
         if rest or self.building.moving():
             self.partition()
@@ -195,6 +222,11 @@ class Session:
             for bucket in fresh:
                 bucket.compared = True
             self.group.agreement.check(digest_of(values), lambda: values, new=False)
+
+    def _partition_trained(self) -> None:
+        """After a backward: what eager code trains has gradients of the graphs' kind from the first step on."""
+        guarded = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
+        self._partition_rest([entry for entry in guarded if not entry.saved])
 
     def _reduce_waiting(self, bucket: Bucket) -> None:
         waiting = set(bucket.waiting)
@@ -340,6 +372,8 @@ class Session:
         self._refuse_late(entry)
         if not entry.placed or self.stage is Stage.OPTIMIZER:
             self.agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
+            if self.stage is not Stage.OPTIMIZER:
+                compat.after_backward(self._partition_trained)
             return self.group.average(gradient.clone())
         bucket, slot = entry.place
         if not self.synchronise:
