@@ -195,7 +195,8 @@ class States:
             return None
         if name in SCALARS:
             number = torch.zeros((), dtype=dtype) if own is None else own
-            return session.group.max(number.to(entry.place.bucket.device)).to(number.device)
+            there = number.to(entry.place.bucket.device)
+            return session.group.max(there, f"the state {name} of {entry.name}").to(number.device)
         empty = torch.empty(0, dtype=dtype)
         return _gathered(session, entry, empty if own is None else own, f"state {name}")
 
@@ -244,7 +245,7 @@ class States:
         """The state's dtype, for ranks that own none of it; None where no rank has any."""
         code = 0 if own is None or own.dtype not in _DTYPES else 1 + _DTYPES.index(own.dtype)
         there = torch.tensor(code, device=entry.place.bucket.device)
-        found = int(session.group.max(there))
+        found = int(session.group.max(there, f"the dtype of a state of {entry.name}"))
         return _DTYPES[found - 1] if found else None
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_runtime import compat, native
-from zero_runtime.agreement import Agreement, NoAgreement, agreement_for
+from zero_runtime.agreement import Agreement, NoAgreement, agreement_for, digest_of
 from zero_runtime.errors import GroupError
 
 #: Point-to-point messages carry tags from here on, two a bucket, so that a message never meets a receive of
@@ -249,14 +249,22 @@ class Group:
             works.append(dist.all_reduce(value, group=self.process_group, async_op=True))
         return _Averaging(works, value, into, self)
 
-    def average(self, value: torch.Tensor) -> torch.Tensor:
+    def agree(self, what: str) -> None:
+        """Compare with the other ranks that ``what`` is what comes next.
+
+        Raises:
+            DivergenceError: they are about to do something else.
+        """
+        self.agreement.check(digest_of([what]), lambda: [what], new=False)
+
+    def average(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The mean of ``value`` over all ranks that train the model, in place and returned."""
-        self.sum(value)
+        self.sum(value, what)
         if self.replicas is not None:
             dist.all_reduce(value, group=self.replicas)
         return value.div_(self.data_ranks)
 
-    def broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
+    def broadcast(self, value: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """``value`` as the rank ``source`` (of the default group) has it, in place and returned.
 
         Raises:
@@ -267,6 +275,7 @@ class Group:
         here = dist.get_process_group_ranks(self.process_group)
         if self.replicas is None and source not in here:
             raise GroupError(f"rank {source} does not share this model: its ranks are {here}")
+        self.agree(f"{what} from rank {source}")
         if source in here:
             dist.broadcast(value, src=source, group=self.process_group)
         if self.replicas is not None:
@@ -283,20 +292,23 @@ class Group:
             raise GroupError("no rank of that number shares this model")
         return int(found)
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.SUM)
+    def sum(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of ``value`` over the ranks, in place and returned; ``what`` it is, for messages."""
+        return self._all_reduce(value, dist.ReduceOp.SUM, what)
 
-    def max(self, value: torch.Tensor) -> torch.Tensor:
+    def max(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The maximum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.MAX)
+        return self._all_reduce(value, dist.ReduceOp.MAX, what)
 
-    def min(self, value: torch.Tensor) -> torch.Tensor:
+    def min(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The minimum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.MIN)
+        return self._all_reduce(value, dist.ReduceOp.MIN, what)
 
-    def _all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce(
+        self, value: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str
+    ) -> torch.Tensor:
         if self.process_group is not None:
+            self.agree(what)
             dist.all_reduce(value, op=op, group=self.process_group)
         return value
 

@@ -83,7 +83,7 @@ class Holding:
         if self.source is None:
             return
         group = current_group() if session is None else session.group
-        value = _from(group, self.source, as_plain(parameter).detach())
+        value = _from(group, self.source, as_plain(parameter).detach(), "a parameter")
         with torch.no_grad():
             as_plain(parameter).detach().copy_(value)
         if session is not None and session.entry(parameter).placed:
@@ -93,7 +93,7 @@ class Holding:
         """Store a held parameter's value. Whether a change would be lost instead."""
         value = _value(entry)
         if self.source is not None:
-            value.copy_(_from(session.group, self.source, value))
+            value.copy_(_from(session.group, self.source, value, entry.name))
         digest = fingerprint(value)
         if digest == self._held[entry]:
             return False
@@ -133,6 +133,6 @@ def _value(entry: Entry) -> torch.Tensor:
     return as_plain(entry.parameter).detach()
 
 
-def _from(group: Group, source: int, value: torch.Tensor) -> torch.Tensor:
+def _from(group: Group, source: int, value: torch.Tensor, name: str) -> torch.Tensor:
     with torch.no_grad():
-        return group.broadcast(value.contiguous(), source)
+        return group.broadcast(value.contiguous(), source, f"{name}, held whole,")

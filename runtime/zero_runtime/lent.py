@@ -11,7 +11,6 @@ the order of operations alone, so ranks agree on what need not be gathered.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -111,12 +110,3 @@ class Lent:
 def _version(whole: torch.Tensor) -> int:
     """How often the tensor was written to; one made in inference mode does not count."""
     return 0 if whole.is_inference() else whole._version
-
-
-def aliases(whole: torch.Tensor, results: Any) -> bool:
-    """Whether one of ``results`` (a tree) shares memory with ``whole``."""
-    memory = compat.storage_of(whole)
-    return any(
-        isinstance(x, torch.Tensor) and compat.storage_of(x) == memory
-        for x in compat.pytree.tree_leaves(results)
-    )

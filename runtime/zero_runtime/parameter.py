@@ -4,19 +4,17 @@ Partitioning changes a parameter's class, nothing more: identity, shape, dtype a
 model stay. The class carries the session, so no attribute is hung on the parameter.
 """
 
-import sys
-import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
 from zero_runtime import compat
+from zero_runtime.buffers import aliases
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.lent import aliases
+from zero_runtime.notices import warn_once
 
 if TYPE_CHECKING:
     from zero_runtime.session import Session
@@ -244,36 +242,16 @@ _OVERWRITING = frozenset(f"{_DRAWING} zero_ fill_ copy_ constant_ kaiming_unifor
 
 
 def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
-    """The session remembers the places: Python's own record is lost whenever a filter changes.
-
-    While a model is built there is no graph to move the operation to.
-    """
+    """While a model is built there is no graph to move the operation to."""
     parameter = _parameters(operands)[0]
     if parameter.session.building.active:
         return
-    place = _user_line(sys._getframe(1))
-    if place is None or place in parameter.session.warned:
-        return
-    parameter.session.warned.add(place)
     name = getattr(func, "__name__", str(func))
-    warnings.warn_explicit(
+    warn_once(
+        parameter.session.warned,
         f"{name} uses a partitioned parameter outside the compiled graph: it is gathered for this "
         "one operation, on every rank. Move the operation under torch.compile to make it cheap.",
-        UserWarning,
-        *place,
     )
-
-
-def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line that is neither torch's nor ours; None where it asks for the model's whole state."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("torch", "zero_runtime", "zero_compile"):
-            return frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name in ("state_dict", "load_state_dict"):
-            return None
-        frame = frame.f_back
-    return "<unknown>", 0
 
 
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]

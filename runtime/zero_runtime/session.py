@@ -21,6 +21,7 @@ from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lent import Lent
+from zero_runtime.notices import Lines
 from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
@@ -66,7 +67,7 @@ class Session:
         self.plans: list[Plan] = []
         self.gathered_peak = 0
         self.abandoned: list[object] = []
-        self.warned: set[tuple[str, int]] = set()
+        self.warned: Lines = set()
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""
         self.leaves: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -121,9 +122,13 @@ class Session:
         """A bucket for ``plan``, which says where its state lives once this returns."""
         trainable = any(slot.trainable for slot in plan.slots)
         placed = replace(plan, residence=self._residences.of(plan.chunk, trainable))
-        if isinstance(placed, TiledPlan):
-            return TiledBucket(placed, self.group, self.policy, self.depot)
-        return Bucket(placed, self.group, self.policy, self.depot)
+        bucket = (
+            TiledBucket(placed, self.group, self.policy, self.depot)
+            if isinstance(placed, TiledPlan)
+            else Bucket(placed, self.group, self.policy, self.depot)
+        )
+        bucket.warned = self.warned
+        return bucket
 
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
         """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`.
@@ -371,10 +376,10 @@ class Session:
         refuse_sparse(entry.name, gradient)
         self._refuse_late(entry)
         if not entry.placed or self.stage is Stage.OPTIMIZER:
-            self.agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
             if self.stage is not Stage.OPTIMIZER:
                 compat.after_backward(self._partition_trained)
-            return self.group.average(gradient.clone())
+            what = f"an average of the gradient of {entry.name} outside the compiled graphs"
+            return self.group.average(gradient.clone(), what)
         bucket, slot = entry.place
         if not self.synchronise:
             bucket.keep_whole([slot], [gradient])
@@ -446,7 +451,7 @@ class Session:
         Raises:
             DivergenceError: they are about to do something else.
         """
-        self.group.agreement.check(digest_of([what]), lambda: [what], new=False)
+        self.group.agree(what)
 
     def gathered_bytes(self) -> GatheredBytes:
         """What was held at once, against what the plans allow."""
