@@ -108,31 +108,36 @@ def _for_one_operation(
         session.lent.settle(but=used)
     if all(entry.whole for entry in used):
         return _on_whole(func, args, kwargs)
-    if func == _DATA_GET:
-        return _data(args[0])
     if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
     _warn_once_per_place(func, (args, kwargs))
+    if func == _DATA_GET:
+        return _data(args[0])
     return _on_copies(func, args, kwargs)
 
 
 def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """The operation on gathered copies; those that it returns a view of are watched for writes."""
     copies = {p: _gathered(p) for p in _parameters((args, kwargs))}
-    replace = lambda x: copies[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
+    hidden = func in _EXPORTS
+    shown = {p: c.detach() if hidden and not c.requires_grad else c for p, c in copies.items()}
+    replace = lambda x: shown[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
     results = _plain(func, *pytree.tree_map(replace, (args, kwargs)))
     for parameter, whole in copies.items():
-        if not parameter.session.building.active and aliases(whole, results):
+        if not parameter.session.building.active and (hidden or aliases(whole, results)):
             parameter.session.lent.lend(parameter.session.entry(parameter), whole)
     return results
 
 
 def _data(parameter: ShardedParameter) -> torch.Tensor:
-    """``parameter.data``: while the model is built, a copy whose changes are put back."""
-    if not parameter.session.building.active:
-        raise UnsupportedError(_DATA_ADVICE)
+    """``parameter.data``: a copy whose changes are put back."""
+    session = parameter.session
     with torch.no_grad():
-        return parameter.session.building.data(parameter)
+        if session.building.active:
+            return session.building.working_copy(parameter).detach()
+        whole = session.gather_whole(parameter)
+        session.lent.lend(session.entry(parameter), whole)
+        return whole.detach()
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -176,6 +181,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             return building.replace(target, _gathered(args[1]).detach())
         _refuse_conversion(target, args[1])
         func = torch.Tensor.copy_
+        target.session.lent.forget(target.session.entry(target))
     elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation. "
@@ -246,7 +252,7 @@ def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
     parameter = _parameters(operands)[0]
     if parameter.session.building.active:
         return
-    name = getattr(func, "__name__", str(func))
+    name = ".data" if func == _DATA_GET else getattr(func, "__name__", str(func))
     warn_once(
         parameter.session.warned,
         f"{name} uses a partitioned parameter outside the compiled graph: it is gathered for this "
@@ -256,10 +262,8 @@ def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
 
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_DATA_ADVICE = (
-    "parameter.data of a partitioned parameter would be a copy: what is written to it would be lost. "
-    "Read with parameter.detach(); write in place under torch.no_grad(): parameter.copy_(value)."
-)
+#: What they return shares memory with their operand and is no tensor.
+_EXPORTS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
 def _metadata() -> set[Any]:

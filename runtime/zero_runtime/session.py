@@ -289,6 +289,7 @@ class Session:
         """Bring back every parameter that is still a shard (also after an exception inside ``step()``)."""
         if not self._stepping:
             return
+        self.lent.outdate({entry for entry in self.entries if entry.changing})
         for entry in self.entries:
             entry.end_step(self._class)
         for bucket in self.buckets:
@@ -346,7 +347,7 @@ class Session:
 
     def put(self, entry: Entry, whole: torch.Tensor) -> None:
         """Replace a placed parameter's value in its bucket, whatever the user's object holds."""
-        self.lent.forget(entry)
+        self.lent.outdate([entry])
         self._store(entry, whole)
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
