@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_runtime import compat, native
 from zero_runtime.agreement import Agreement, NoAgreement, agreement_for, digest_of
 from zero_runtime.errors import GroupError
+from zero_runtime.patience import WAITS
 
 #: Point-to-point messages carry tags from here on, two a bucket, so that a message never meets a receive of
 #: the user's own, of another bucket, or of the other channel: ranks need not start them in one order.
@@ -66,11 +67,13 @@ class Several:
 class _PeerToPeer:
     """Messages in flight, and what is left to do once they have arrived."""
 
+    bucket: int
     works: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with WAITS.over(lambda: f"bucket {self.bucket}'s messages from other ranks"):
+            for work in self.works:
+                work.wait()
 
 
 @dataclass
@@ -102,7 +105,7 @@ class GlooTransport:
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
         parts = gathered.chunk(self.group.size())
-        transfer = _PeerToPeer()
+        transfer = _PeerToPeer(self.bucket)
         for to, source in _ring(self.group):
             transfer.works += self._receive(parts[source], source, self._tag(0))
             transfer.works += self._send(own, to, self._tag(0))
@@ -111,7 +114,7 @@ class GlooTransport:
     def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
         received = native.take(packed.nbytes).view(packed.dtype)
         outgoing, incoming = packed.chunk(self.group.size()), received.chunk(self.group.size())
-        transfer = _PeerReduction(packed=packed, received=received, shard=shard)
+        transfer = _PeerReduction(self.bucket, packed=packed, received=received, shard=shard)
         for to, source in _ring(self.group):
             transfer.works += self._receive(incoming[source], source, self._tag(1))
             transfer.works += self._send(outgoing[to], to, self._tag(1))
@@ -264,6 +267,28 @@ class Group:
             dist.all_reduce(value, group=self.replicas)
         return value.div_(self.data_ranks)
 
+    def refuse_stranger(self, rank: int, device: torch.device) -> None:
+        """Raise unless the rank (of the default group) trains the model. Collective over replicas.
+
+        Raises:
+            GroupError: on every rank.
+        """
+        if self.process_group is None:
+            return
+        here = dist.get_process_group_ranks(self.process_group)
+        if self.replicas is None and rank not in here:
+            raise GroupError(f"rank {rank} does not share this model: its ranks are {here}")
+        if self.replicas is not None:
+            self.agree(f"a search for rank {rank}")
+            self._replica_of(rank in here, device)
+
+    def any(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        """Which of the integer ``flags`` any rank that trains the model has set, in place and returned."""
+        self.max(flags, what)
+        if self.replicas is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.replicas)
+        return flags
+
     def broadcast(self, value: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """``value`` as the rank ``source`` (of the default group) has it, in place and returned.
 
@@ -272,9 +297,8 @@ class Group:
         """
         if self.process_group is None:
             return value
+        self.refuse_stranger(source, value.device)
         here = dist.get_process_group_ranks(self.process_group)
-        if self.replicas is None and source not in here:
-            raise GroupError(f"rank {source} does not share this model: its ranks are {here}")
         self.agree(f"{what} from rank {source}")
         if source in here:
             dist.broadcast(value, src=source, group=self.process_group)
@@ -309,7 +333,8 @@ class Group:
     ) -> torch.Tensor:
         if self.process_group is not None:
             self.agree(what)
-            dist.all_reduce(value, op=op, group=self.process_group)
+            with WAITS.over(lambda: f"other ranks, in {what}"):
+                dist.all_reduce(value, op=op, group=self.process_group)
         return value
 
 

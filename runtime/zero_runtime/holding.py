@@ -1,6 +1,6 @@
 """Parameters held whole for a while, so that code can change them as if nothing was partitioned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,9 +28,15 @@ class Holding:
         """What each value was when it was last stored."""
 
     def open(self) -> None:
-        """Gather the parameters, one bucket at a time."""
+        """Gather the parameters, one bucket at a time.
+
+        Raises:
+            GroupError: the rank ``source`` does not share one of them.
+        """
         owned = [(session, p) for p in self._parameters if (session := session_of(p)) is not None]
         for session in dict.fromkeys(session for session, _ in owned):
+            if self.source is not None:
+                session.group.refuse_stranger(self.source, owned[0][1].device)
             session.end_step()
             session.finish_refresh()
             session.lent.settle()
@@ -48,12 +54,12 @@ class Holding:
             ZeroError: there is no ``source``, and something was changed; it is as before then.
         """
         try:
-            lost = list(self._settle())
+            lost = self._settle()
         finally:
             self.abandon()
         if lost:
             raise ZeroError(
-                f"{', '.join(lost)} changed while held whole, and no modifier_rank says whose change counts: "
+                f"{', '.join(lost)} changed while held whole, on this rank or another, and no modifier_rank says whose change counts: "
                 "every rank has its own copy. Give GatheredParameters a modifier_rank; the change is undone."
             )
 
@@ -68,15 +74,32 @@ class Holding:
                 entry.let_go()
         self._held.clear()
 
-    def _settle(self) -> Iterator[str]:
-        """Store what was changed. Yields names of what must not have been."""
+    def _settle(self) -> list[str]:
+        """Store what was changed. Names of what must not have been, on any rank."""
+        lost = set()
         for parameter in self._parameters:
             session = session_of(parameter)
             entry = session.entry(parameter) if session is not None else None
             if session is None or entry is None or entry not in self._held:
                 self._share(parameter, session)
             elif self._keep(session, entry):
-                yield entry.name
+                lost.add(entry)
+        return self._on_any_rank(lost) if self.source is None else []
+
+    def _on_any_rank(self, lost: Collection[Entry]) -> list[str]:
+        """The names of what some rank has lost: all must be told. Collective."""
+        held: dict[Session, list[Entry]] = {}
+        for session, entry in _sessions(self._parameters):
+            if entry in self._held:
+                held.setdefault(session, []).append(entry)
+        names = []
+        for session, entries in held.items():
+            flags = torch.tensor(
+                [int(e in lost) for e in entries], device=_value(entries[0]).device
+            )
+            found = session.group.any(flags, "the end of a block of GatheredParameters").tolist()
+            names += [e.name for e, flag in zip(entries, found, strict=True) if flag]
+        return names
 
     def _share(self, parameter: nn.Parameter, session: Session | None) -> None:
         """A parameter that every rank has whole: the source's value counts."""
