@@ -1,6 +1,7 @@
 """Ranks that are about to run different things get an error, not a hang and not a wrong number."""
 
 import datetime
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_runtime import agreement
+import zero_compile
+from zero_runtime import agreement, patience
 from zero_runtime.agreement import (
     Describe,
     EveryAgreement,
@@ -311,6 +313,93 @@ def test_a_neighbour_that_sends_no_message_is_told_in_our_words_and_the_backends
     assert _ADVICE in first
     assert "The backend says: " in first
     assert "Timed out" in first
+
+
+def _slow() -> list[str]:
+    """Rank 1 comes late; what rank 0 logs meanwhile."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_runtime").addHandler(handler)
+    checkers = MessageAgreement(dist.new_group()), StoreAgreement(dist.new_group())
+    with mock.patch.object(patience, "LIMIT", 0.2):
+        for checker in checkers:
+            dist.barrier()
+            time.sleep(1.5 * dist.get_rank())
+            checker.check(digest_of(OUTLINE), lambda: OUTLINE, new=True)
+        dist.barrier()
+    logging.getLogger("zero_runtime").removeHandler(handler)
+    return records
+
+
+def test_a_rank_that_waits_long_says_for_whom_and_where() -> None:
+    first, second = ranks.run(2, _slow)
+    assert not second
+    assert len(first) == 2
+    for said in first:
+        assert "rank 1 to do the same as rank 0, which is about to run a forward graph" in said
+
+
+ALONE: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda m: float(m.weight.grad.norm()),
+    "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "sum": lambda m: m.weight.grad.sum(),
+    "max": lambda m: m.weight.grad.max(),
+    "equal": lambda m: torch.equal(m.weight.grad, m.weight.grad),
+    "index": lambda m: m.weight.grad[0],
+    "full": lambda m: m.weight.grad.full_tensor(),
+    "data": lambda m: m.weight.data,
+    "scaler": lambda m: torch._amp_foreach_non_finite_check_and_unscale_(
+        [m.weight.grad], torch.zeros(1), torch.ones(1)
+    ),
+    "state": lambda m: zero_compile.safe_get_full_grad(m.weight),
+}
+
+
+def _one_alone(what: str) -> tuple[str, float]:
+    """Rank 1 does something collective that rank 0 does not: rank 0 goes on training."""
+    model: Any = nn.Linear(4, 4)
+    step = torch.compile(model, backend="zero3")
+    step(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            ALONE[what](model)
+        step(torch.ones(2, 4))
+    except DivergenceError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_does_alone_is_told_to_both(what: str) -> None:
+    for said, seconds in ranks.run(2, _one_alone, what):
+        assert said.startswith("ranks "), said
+        assert "a forward graph" in said
+        assert "weight" in said or what == "scaler"
+        assert seconds < 30
+
+
+def _backward_after_step() -> str:
+    """A rank may own nothing of a parameter that the step has changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    step = torch.compile(model, backend="zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = step(torch.ones(2, 2)).sum()
+    step(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    try:
+        old.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_backward_through_what_a_step_has_changed_is_told_to_all() -> None:
+    for said in ranks.run(2, _backward_after_step):
+        assert "modified by an inplace operation" in said
 
 
 def _alone_again() -> list[str]:

@@ -7,11 +7,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
 from test_hazards import Chain
 from torch import nn
+
+import zero_compile
+from zero_runtime.errors import ZeroError
 
 
 def _partitioned() -> nn.Module:
@@ -97,7 +101,6 @@ def test_a_read_warns_once_and_names_the_place() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda m: m.one.weight.data, "detach"),
         (lambda m: m.half(), "Convert the model before"),
         (lambda m: m.to(torch.bfloat16), "Convert the model before"),
         (lambda m: m.one.weight.mul_(2), "leaf Variable"),
@@ -106,3 +109,113 @@ def test_a_read_warns_once_and_names_the_place() -> None:
 def test_what_would_be_lost_is_refused(use: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         use(_partitioned())
+
+
+def _merge(weight: Any) -> None:
+    """As adapters are merged."""
+    weight.data += torch.ones(6, 6)
+    weight.data = weight.data * 2
+
+
+def _average(weight: Any) -> None:
+    """As a moving average is kept."""
+    weight.data.mul_(0.9).add_(weight.data, alpha=0.1)
+
+
+def _held(weight: Any) -> None:
+    alias = weight.data
+    alias[0].fill_(2.0)
+    weight.sum()
+    alias.t()[1] = 5.0
+
+
+def _numpy(weight: Any) -> None:
+    weight.detach().numpy()[1] = 3.0
+    array = weight.data.numpy()
+    array *= 2
+    weight.sum()
+    array[0] -= 1
+
+
+def _frozen(weight: Any) -> None:
+    """``numpy()`` of the parameter itself."""
+    weight.requires_grad_(False)
+    weight.numpy()[2] = 7.0
+    np.asarray(weight)[3] = 8.0
+
+
+def _inference(weight: Any) -> None:
+    """Tensors of inference mode count no versions."""
+    with torch.inference_mode():
+        weight.detach().mul_(3.0)
+        weight[1].zero_()
+
+
+def _resized(weight: Any) -> None:
+    """As embeddings are resized: the old rows into a new parameter, then back."""
+    grown = nn.Linear(6, 8)
+    grown.weight.data[:6] = weight.data[:6]
+    weight.data.copy_(grown.weight.data[:6].flip(0))
+
+
+WRITES = [_merge, _average, _held, _numpy, _frozen, _inference, _resized]
+
+
+def _written(write: Callable[[Any], None], built: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    twin = Chain()
+    torch.manual_seed(0)
+    if built:
+        with zero_compile.Init():
+            model: Any = Chain()
+    else:
+        model = _partitioned()
+    write(twin.one.weight)
+    write(model.one.weight)
+    return model.one.weight.detach().clone(), twin.one.weight.detach()
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["compiled", "Init"])
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__[1:])
+def test_writes_through_data_and_arrays_are_kept(write: Callable[[Any], None], built: bool) -> None:
+    for found, expected in ranks.run(2, _written, write, built):
+        assert torch.equal(found, expected)
+
+
+def _late(change: str) -> tuple[str, bool]:
+    """Write to an alias of a value that has been replaced since."""
+    model: Any = _partitioned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.one.weight.sum().backward()
+    alias = model.one.weight.data
+    alias.add_(1.0)
+    if change == "step":
+        optimizer.step()
+    elif change == "write":
+        with torch.no_grad():
+            model.one.weight.fill_(2.0)
+    elif change == "load":
+        model.load_state_dict(model.state_dict())
+    before = model.one.weight.detach().clone()
+    alias.mul_(2.0)
+    try:
+        model.one.weight.sum()
+    except ZeroError as error:
+        return str(error), torch.equal(model.one.weight, before)
+    return "no error", False
+
+
+@pytest.mark.parametrize("change", ["step", "write", "load"])
+def test_a_write_to_a_view_that_is_out_of_date_is_refused(change: str) -> None:
+    for said, unchanged in ranks.run(2, _late, change):
+        assert "one.weight was written to after" in said
+        assert "GatheredParameters" in said
+        assert unchanged
+
+
+def test_a_replaced_parameter_does_not_care_for_its_old_memory() -> None:
+    model: Any = _partitioned()
+    alias = model.one.weight.data
+    model.one.weight.data = torch.ones(6, 6)
+    alias.fill_(3.0)
+    assert torch.equal(model.one.weight, torch.ones(6, 6))

@@ -183,6 +183,50 @@ def test_a_change_without_modifier_rank_is_an_error_and_undone(way: str) -> None
         assert facts["husk"]
 
 
+def _lost_on_one() -> dict[str, Any]:
+    model, plain = _compiled(), _plain()
+    told = ""
+    try:
+        with GatheredParameters(model):
+            if dist.get_rank() == 1:
+                model.two.weight.data.mul_(2.0)
+    except ZeroError as error:
+        told = str(error)
+    return {"told": told, "undone": _same(model, plain)}
+
+
+def test_a_change_on_one_rank_without_modifier_rank_is_told_to_all() -> None:
+    for facts in ranks.run(3, _lost_on_one):
+        assert facts["told"].startswith(
+            "two.weight changed while held whole, on this rank or another"
+        )
+        assert facts["undone"]
+
+
+def _strangers() -> list[str]:
+    """Who is named does not share the model, or is not there at all."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    model, said = _plain(), []
+    torch.compile(model, backend="zero3", options={"group": alone})(torch.ones(1, 6))
+    for source in (1 - rank, 2, -1):
+        try:
+            with GatheredParameters(model, modifier_rank=source):
+                said.append("entered")
+        except (GroupError, OptionError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_modifier_rank_that_cannot_be_is_refused_before_the_block() -> None:
+    for rank, said in enumerate(ranks.run(2, _strangers)):
+        assert said == [
+            f"rank {1 - rank} does not share this model: its ranks are [{rank}]",
+            "modifier_rank: there is no rank 2 among 2",
+            "modifier_rank: there is no rank -1 among 2",
+        ]
+
+
 def _nested() -> dict[str, bool]:
     model, facts = _compiled(), {}
     weight = model.one.weight

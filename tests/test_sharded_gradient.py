@@ -1,10 +1,14 @@
 """``p.grad`` after backward: partitioned, of logical shape, and at home in stock code."""
 
 import copy
+import io
 import math
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -16,14 +20,15 @@ from zero_runtime.errors import UnsupportedError
 from zero_runtime.gradient import ShardedGradient
 
 
-def _pair(loss_scale: float = 1.0) -> tuple[nn.Module, nn.Module]:
+def _pair(loss_scale: float = 1.0, options: Any = None) -> tuple[nn.Module, nn.Module]:
     """(partitioned, unsharded) after one backward each, on the same global batch."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
     model = copy.deepcopy(reference)
     x = torch.randn(12, 7)
     (local,) = mine((x,))
-    (loss_scale * torch.compile(model, backend="zero3")(local).square().mean()).backward()
+    compiled = torch.compile(model, backend="zero3", options=options)
+    (loss_scale * compiled(local).square().mean()).backward()
     (loss_scale * reference(x).square().mean()).backward()
     return model, reference
 
@@ -188,40 +193,126 @@ def _gradient() -> ShardedGradient:
     return model.weight.grad
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda g: g @ g.t(),
-        lambda g: g.sum(dim=0),
-        lambda g: g[0],
-        lambda g: g.topk(2),
-        lambda g: torch.linalg.svd(g),
-        lambda g: g + torch.ones(4),
-        lambda g: g.norm(dim=1),
-    ],
-)
-def test_what_is_not_supported_says_so_and_what_to_call(operation: Callable[[Any], Any]) -> None:
-    with pytest.raises(UnsupportedError, match="full_tensor"):
-        operation(_gradient())
+def _reads(gradient: Any) -> dict[str, Any]:
+    """What a script may read off a gradient that needs all of its elements in one place."""
+    plain = torch.ones(gradient.shape)
+    plain.copy_(gradient)
+    doubled, ema = torch.empty(gradient.shape), torch.ones(gradient.shape)
+    torch.mul(gradient, 2, out=doubled)
+    torch._foreach_add_([ema], [gradient])
+    buffer = io.BytesIO()
+    torch.save(gradient, buffer)
+    buffer.seek(0)
+    return {
+        "matmul": gradient @ gradient.t(),
+        "rows": gradient.sum(dim=0),
+        "columns": gradient.norm(dim=1),
+        "deviations": torch.stack([gradient.std(), gradient.var()]),
+        "first": gradient[0],
+        "slice": gradient[1:, ::2],
+        "mask": gradient[gradient > 0],
+        "flat": gradient.view(-1),
+        "reshaped": gradient.reshape(-1).sort().values,
+        "topk": gradient.flatten().topk(2).values,
+        "quantile": torch.quantile(gradient, 0.5),
+        "histogram": torch.histc(gradient, 4, -1, 1),
+        "singular": torch.linalg.svdvals(gradient),
+        "scaled": gradient * torch.arange(float(gradient.shape[-1])),
+        "outer": gradient * torch.arange(2.0)[:, None, None],
+        "numpy": torch.from_numpy(gradient.numpy().copy()),
+        "array": torch.as_tensor(np.asarray(gradient, dtype="float64").copy()),
+        "list": torch.tensor(gradient.tolist()),
+        "item": torch.tensor(gradient[0, 0].item()),
+        "shown": str(gradient[0]),
+        "saved": torch.load(buffer),
+        "pickled": pickle.loads(pickle.dumps(gradient)),
+        "fresh": gradient.new_zeros(2),
+        "written": plain,
+        "out": doubled,
+        "summed": ema,
+        "unequal": torch.equal(gradient, torch.ones(1)),
+    }
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda g, whole: whole.add_(g),
-        lambda g, whole: whole.copy_(g),
-        lambda g, whole: whole.addcmul_(g, g),
-        lambda g, whole: torch.mul(g, 2, out=whole),
-        lambda g, whole: torch.add(whole, g, out=whole),
-        lambda g, whole: torch.ops.aten._foreach_mul.Scalar_out([g], 2, out=[whole]),
-    ],
-)
-def test_a_plain_tensor_is_not_given_one_ranks_elements(write: Callable[[Any, Any], Any]) -> None:
+def _all_reads(tile: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    options = {"tile_bytes": 256, "verify": True} if tile else None
+    model, reference = _pair(options=options)
+    pairs = [(model[i].weight, reference[i].weight) for i in (0, 2)]  # type: ignore[index]
+    return [(_reads(p.grad), _reads(q.grad)) for p, q in pairs]
+
+
+@pytest.mark.parametrize("tile", [False, True], ids=["whole", "tiles"])
+def test_what_needs_all_elements_gathers_them(tile: bool) -> None:
+    for reads in ranks.run(2, _all_reads, tile):
+        for found, expected in reads:
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    assert type(found[name]) is torch.Tensor, name
+                    torch.testing.assert_close(
+                        found[name], value, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+                elif name != "shown":
+                    assert found[name] == value, name
+            assert found["shown"].startswith("tensor([")
+
+
+def test_a_gradient_that_is_gathered_warns_once_and_names_the_place() -> None:
     gradient = _gradient()
-    whole = torch.zeros(gradient.shape)
-    with pytest.raises(UnsupportedError, match=r"into a plain tensor.* Call \.full_tensor\(\)"):
-        write(gradient, whole)
-    assert not whole.any()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            gradient.view(-1).topk(2)
+    ours = [w for w in seen if "needs the whole gradient of weight" in str(w.message)]
+    assert [w.filename for w in ours] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda g: g.__setitem__(0, 1.0), "writes to a copy"),
+        (lambda g: g.view(-1).mul_(2), "writes to a copy"),
+        (lambda g: g[0][1:].zero_(), "writes to a copy"),
+        (lambda g: torch.add(g, 1, out=g.t()), "writes to a copy"),
+        (lambda g: g.t().data.fill_(1), "writes to a copy"),
+        (lambda g: g.cumsum_(0), "full_tensor"),
+        (lambda g: g.mul_(torch.ones(2, 1, 1)), "broadcasts a tensor"),
+        (lambda g: g.__setitem__(g > 0, 0.0), "full_tensor"),
+    ],
+)
+def test_a_write_that_would_be_lost_is_refused(write: Callable[[Any], Any], message: str) -> None:
+    gradient = _gradient()
+    before = gradient.full_tensor()
+    with pytest.raises(UnsupportedError, match=message):
+        write(gradient)
+    with pytest.raises(ValueError, match="read-only"):
+        gradient.numpy()[0] = 1.0
+    assert torch.equal(gradient.full_tensor(), before)
+
+
+def _noise(seeded: bool) -> float:
+    """Noise as differentially private training adds it, against the whole gradient's."""
+    model, reference = _pair()
+    lists = [[p.grad for p in m.parameters()] for m in (model, reference)]
+    for gradients in lists:
+        torch.manual_seed(3)
+        for g in gradients:
+            g.add_(torch.randn_like(g), alpha=0.1)  # type: ignore[arg-type, union-attr]
+            if seeded:
+                g.normal_(generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+    return max(float((g.full_tensor() - h).abs().max()) for g, h in zip(*lists, strict=True))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_random_elements_are_those_of_the_whole_gradient(seeded: bool) -> None:
+    assert max(ranks.run(2, _noise, seeded)) < 1e-6
+
+
+def test_copies_are_partitioned_and_apart() -> None:
+    gradient = _gradient()
+    copied = copy.deepcopy(gradient)
+    assert type(copied) is ShardedGradient
+    copied.zero_()
+    assert gradient.local.any()
 
 
 def test_a_gradient_as_the_target_keeps_its_identity() -> None:
@@ -254,7 +345,7 @@ def test_operations_on_lists_cut_whole_tensors_to_each_members_elements() -> Non
     ("operation", "message"),
     [
         (lambda a, b: torch._foreach_add_([a, b], [b, a]), "different parameters"),
-        (lambda a, b: torch._foreach_mul([a], [torch.ones(2)]), "broadcasts a tensor"),
+        (lambda a, b: torch._foreach_mul_([a], [torch.ones(2)]), "broadcasts a tensor"),
         (lambda a, b: torch._foreach_norm([a, torch.ones(2)]), "mixes partitioned"),
         (
             lambda a, b: torch._amp_foreach_non_finite_check_and_unscale_(
@@ -262,7 +353,6 @@ def test_operations_on_lists_cut_whole_tensors_to_each_members_elements() -> Non
             ),
             "mixes partitioned",
         ),
-        (lambda a, b: torch._foreach_max([a, b]), "not supported"),
     ],
 )
 def test_what_a_list_cannot_do_says_so(operation: Callable[[Any, Any], Any], message: str) -> None:

@@ -20,7 +20,7 @@ from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.passes.tile_linears import tileable
 from zero_compile.planner.budget import Held
 from zero_compile.refusals import refuse_in_graph, refuse_parameter, refuse_wide
-from zero_compile.root import find_root, parameter_names, refuse_wrapper
+from zero_compile.root import compiled_otherwise, find_root, parameter_names, refuse_wrapper
 from zero_compile.tiling import Cut, TilePolicy, cut_of, plan_tiles
 from zero_runtime import compat, ops
 from zero_runtime.bucket import Bucket
@@ -88,15 +88,21 @@ class Capture:
         for node in found:
             compat.guard_identity(node)
         refuse_in_graph(gm, names)
-        known = [*found.values(), *(root.parameters() if root is not None else ())]
-        refuse_wide(known, options)
+        claimed = set(map(id, found.values()))
+        apart = claimed | (compiled_otherwise(root) if root is not None else set())
+        rest = (
+            {n: p for n, p in parameter_names(root).items() if id(p) not in apart}
+            if root is not None
+            else {}
+        )
+        refuse_wide([*found.values(), *rest.values()], options)
         if root is not None:
             find_leaves(root, options.leaf_modules)  # refused before anything changes
-        session = _session_for(known, options, stage, group)
+        session = _session_for(found.values(), options, stage, group, rest.values())
         session.building.finish(parameter_names(root) if root is not None else {})
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
-            session.guard(_others(session, root, set(map(id, found.values()))))
+            session.guard(_others(session, rest))
             hold_leaves(root, session, options.leaf_modules)
         numbers = {nodes.index(node): number for number, node in enumerate(found)}
         return Capture(session, numbers, entries, f"graph{len(session.plans)}")
@@ -232,31 +238,42 @@ def partition(
 
 
 def _session_for(
-    parameters: Iterable[nn.Parameter], options: Options, stage: Stage, group: Group | None = None
+    parameters: Iterable[nn.Parameter],
+    options: Options,
+    stage: Stage,
+    group: Group | None = None,
+    rest: Iterable[nn.Parameter] = (),
 ) -> Session:
-    """The session of the parameters; a new one where they have none.
+    """The session of the parameters, else one of ``rest`` that partitions in this way, else a new one.
 
     Raises:
-        UnsupportedError: they are partitioned in another way than this.
+        UnsupportedError: ``parameters`` are partitioned in another way than this.
     """
-    parameters = list(parameters)
-    owners = dict.fromkeys(session_of(p) for p in parameters)
-    known = [session for session in owners if session is not None]
+    parameters, rest = list(parameters), list(rest)
     group, policy = group or _group(options), _policy(options, stage)
-    sized = all(session.offload.sized for session in known)
+    known = _owners(parameters)
+    others = [session for session in _owners(rest) if session not in known]
+    sized = all(session.offload.sized for session in [*known, *others])
     held = [
-        Held(p.numel(), dtype_name(p.dtype), p.requires_grad) for p in dict.fromkeys(parameters)
+        Held(p.numel(), dtype_name(p.dtype), p.requires_grad)
+        for p in dict.fromkeys([*parameters, *rest])
     ]
     offload = offload_of(options, held if sized else [], policy, group.world_size)
     for session in known:
         _refuse_another_way(session, policy, group, offload)
+    known += [s for s in others if not any(_differences(s, policy, group, offload))]
     if known:
         return _united(known)
     session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
-    session.synchronise = not puts_off(parameters)
+    session.synchronise = not puts_off([*parameters, *rest])
     if isinstance(options.update_in_backward, torch.optim.Optimizer):
         session.updates.meet(HOOKS.offloaded_part(options.update_in_backward))
     return session
+
+
+def _owners(parameters: Iterable[nn.Parameter]) -> list[Session]:
+    owners = dict.fromkeys(session_of(p) for p in parameters)
+    return [session for session in owners if session is not None]
 
 
 def _united(sessions: Sequence[Session]) -> Session:
@@ -285,9 +302,16 @@ def build_session(options: Options) -> Session:
 
 
 def _refuse_another_way(session: Session, policy: Policy, group: Group, offload: Offload) -> None:
+    difference = next(_differences(session, policy, group, offload), None)
+    if difference is not None:
+        raise UnsupportedError(difference)
+
+
+def _differences(session: Session, policy: Policy, group: Group, offload: Offload) -> Iterator[str]:
+    """Why the session does not partition in this way, a sentence each."""
     known = session.policy
     if known.stage is not policy.stage:
-        raise UnsupportedError(
+        yield (
             f'the model is compiled with backend="zero{int(known.stage)}" and now with '
             f'"zero{int(policy.stage)}": a parameter can be partitioned in one way only.'
         )
@@ -302,7 +326,7 @@ def _refuse_another_way(session: Session, policy: Policy, group: Group, offload:
         ("what is offloaded", session.offload.what, offload.what),
     ):
         if before != now:
-            raise UnsupportedError(
+            yield (
                 f"the model is partitioned already, and this call differs in {what}: {before} before, "
                 f"{now} now. A parameter can be partitioned in one way only: give every torch.compile "
                 "and zero_compile.partition of one model the same options."
@@ -338,15 +362,12 @@ def _claim(session: Session, name: str, parameter: nn.Parameter) -> Entry:
     return session.claim(name, parameter)
 
 
-def _others(session: Session, root: nn.Module, claimed: set[int]) -> Iterator[Entry]:
-    """Ordinary parameters of the model that this graph does not use."""
-    for name, parameter in parameter_names(root).items():
-        if (
-            id(parameter) not in claimed
-            and type(parameter) is nn.Parameter
-            and not parameter.is_meta
-        ):
-            yield _claim(session, name, parameter)
+def _others(session: Session, rest: Mapping[str, nn.Parameter]) -> Iterator[Entry]:
+    """Ordinary parameters among ``rest``, which this graph does not use: they stay whole for now."""
+    for name, parameter in rest.items():
+        if type(parameter) is nn.Parameter and not parameter.is_meta:
+            refuse_parameter(name, parameter)
+            yield session.claim(name, parameter)
 
 
 def lay_out_rest(

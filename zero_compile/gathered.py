@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch import nn
 
 from zero_runtime.errors import OptionError
@@ -26,7 +27,8 @@ class GatheredParameters:
 
     Raises:
         OptionError: ``params`` holds something else, or there is no such rank.
-        ZeroError: a parameter was changed without a ``modifier_rank``.
+        GroupError: on entering: the rank ``modifier_rank`` does not share a parameter.
+        ZeroError: on leaving, on every rank: one has changed a parameter without a ``modifier_rank``.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ def _check(modifier_rank: object, fwd_module: object) -> None:
     whole = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
     if modifier_rank is not None and not whole:
         raise OptionError(f"modifier_rank: expected the number of a rank, got {modifier_rank!r}")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if isinstance(modifier_rank, int) and modifier_rank not in range(ranks):
+        raise OptionError(f"modifier_rank: there is no rank {modifier_rank} among {ranks}")
     if fwd_module is not None and not isinstance(fwd_module, nn.Module):
         raise OptionError(f"fwd_module: expected a module, got {fwd_module!r}")
 

@@ -40,8 +40,8 @@ def hold_leaves(root: nn.Module, session: Session, chosen: Iterable[type | str])
         OptionError: as :func:`find_leaves`.
     """
     for name, module in find_leaves(root, chosen):
-        if module not in session.leaves:
-            entries = [session.entry(p) for p in module.parameters() if session.owns(p)]
+        entries = [session.entry(p) for p in module.parameters() if session.owns(p)]
+        if module not in session.leaves and (entries or not any(True for _ in module.parameters())):
             session.place(entries)
             session.leaves[module] = Leaf(name, module, session)
 

@@ -29,6 +29,23 @@ def find_root(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     return compiled if owner is None else owner
 
 
+def compiled_otherwise(root: nn.Module) -> set[int]:
+    """Ids of parameters inside modules that are compiled by a zero backend with options of their own.
+
+    They differ from those of the compiled module that runs now: such parameters are that module's to
+    partition, in its way.
+    """
+    running = next((way for m in _modules_on_stack() if (way := _our_way(m)) is not None), None)
+    others = [m for m in root.modules() if (way := _our_way(m)) is not None and way != running]
+    return {id(p) for module in others for p in module.parameters()}
+
+
+def _our_way(module: nn.Module) -> compat.CompiledWith | None:
+    way = compat.compiled_with(module)
+    ours = way is not None and getattr(way.compiler, "__module__", "") == "zero_compile.backend"
+    return way if ours else None
+
+
 def parameter_names(root: nn.Module) -> dict[str, nn.Parameter]:
     """Names as ``root.named_parameters()`` gives them, without what torch.compile adds."""
     return {n.replace("_orig_mod.", ""): p for n, p in root.named_parameters()}

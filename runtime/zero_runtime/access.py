@@ -84,7 +84,7 @@ def store_full_value(parameter: nn.Parameter, whole: torch.Tensor) -> None:
 def _replace(session: Session, entry: Entry, part: torch.Tensor) -> None:
     bucket, slot = entry.place
     session.carried.drop()
-    session.lent.forget(entry)
+    session.lent.outdate([entry])
     bucket.store_exact(slot, part)
 
 

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from zero_runtime import compat
 from zero_runtime.errors import DivergenceError
+from zero_runtime.patience import WAITS
 
 _TAG = 0x5A34
 #: How long a rank waits to learn what a neighbour that differs is doing.
@@ -62,11 +64,14 @@ class MessageAgreement:
         ours = torch.tensor([int(digest, 16)], dtype=torch.int64)
         peers = _neighbours(self._group)
         theirs = {peer: torch.empty_like(ours) for peer in peers}
-        works = [dist.irecv(theirs[p], group=self._group, group_src=p, tag=_TAG) for p in peers]
-        works += [dist.isend(ours, group=self._group, group_dst=p, tag=_TAG) for p in peers]
-        for work in works:
+        works = [
+            (p, dist.irecv(theirs[p], group=self._group, group_src=p, tag=_TAG)) for p in peers
+        ]
+        works += [(p, dist.isend(ours, group=self._group, group_dst=p, tag=_TAG)) for p in peers]
+        for peer, work in works:
             if work is not None:
-                _wait(work, describe)
+                with WAITS.over(partial(_waiting, self._group, peer, describe)):
+                    _wait(work, describe)
         for peer, answer in theirs.items():
             if not torch.equal(answer, ours):
                 _explain(self._group, digest, describe(), peer, f"{int(answer):015x}")
@@ -112,7 +117,8 @@ class StoreAgreement:
         deadline = time.monotonic() + _FIRST_RUN.total_seconds()
         try:
             for peer in _neighbours(self._group):
-                self._meet(notes, peer, outline, deadline)
+                with WAITS.over(partial(_waiting, self._group, peer, lambda: outline)):
+                    self._meet(notes, peer, outline, deadline)
         except DivergenceError:
             _tell(digest, outline)
             notes.write(_GAVE_UP, self._rank, digest)
@@ -275,6 +281,14 @@ def _wait(work: dist.Work, describe: Describe) -> None:
             f"rank {dist.get_rank()} was about to run {describe()[0]}, and a neighbour did not come to do the "
             f"same. {_ADVICE} The backend says: {error}"
         ) from error
+
+
+def _waiting(group: dist.ProcessGroup, peer: int, describe: Describe) -> str:
+    return (
+        f"rank {_global(group, peer)} to do the same as rank {dist.get_rank()}, which is about to run "
+        f"{describe()[0]}. Is rank {_global(group, peer)} still working, has it left, or does rank "
+        f"{dist.get_rank()} do something that rank {_global(group, peer)} does not?"
+    )
 
 
 def _neighbours(group: dist.ProcessGroup) -> list[int]:

@@ -12,6 +12,7 @@ from zero_runtime.buffers import flat_buffer, in_memory_order, lies_as
 from zero_runtime.collectives import Group, Transfer
 from zero_runtime.depot import Depot, Moving
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.notices import Lines
 from zero_runtime.offload import Offload
 from zero_runtime.plan import BucketPlan, Policy, Slot, Stage, Tier, dtype_of
 from zero_runtime.shelf import Shelf
@@ -57,6 +58,8 @@ class Bucket:
         self._transport = group.transport(self.device, self.serial)
         self.compared = False
         """Whether the ranks have compared the values they put in."""
+        self.warned: Lines = set()
+        """Lines of the user's that were warned about gathering gradients."""
         self.depot = depot if depot is not None else Depot(Offload())
         numel = plan.padded if self.stays_whole else plan.chunk
         self._weights = self._shelf("weights", numel, plan.torch_dtype, plan.residence.parameters)

@@ -1,8 +1,10 @@
 """Memory for flat buckets: reused, not fresh, on the CPU; torch's caching allocator elsewhere."""
 
+from typing import Any
+
 import torch
 
-from zero_runtime import native
+from zero_runtime import compat, native
 
 
 def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -42,6 +44,15 @@ def husk(tensor: torch.Tensor) -> torch.Tensor:
     )
     empty.untyped_storage().resize_(0)
     return empty
+
+
+def aliases(whole: torch.Tensor, results: Any) -> bool:
+    """Whether one of ``results`` (a tree) shares memory with ``whole``."""
+    memory = compat.storage_of(whole)
+    return any(
+        isinstance(x, torch.Tensor) and compat.storage_of(x) == memory
+        for x in compat.pytree.tree_leaves(results)
+    )
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

@@ -40,7 +40,7 @@ class Building:
 
     def finish(self, names: Mapping[str, nn.Parameter]) -> None:
         """The model is built, and known by these names."""
-        self._session.lent.close()
+        self._session.lent.settle()
         if self.active:
             self.active = False
             self.tidy()
@@ -74,12 +74,6 @@ class Building:
         native.trim()  # parameters of one size follow those of another: buffers would pile up
         return lent.keep(entry, self._session.gather_whole(parameter), changed=False)
 
-    def data(self, parameter: nn.Parameter) -> torch.Tensor:
-        """As :meth:`working_copy`, for code whose writes may not be counted, and which may keep it."""
-        copy = self.working_copy(parameter)
-        self._session.lent.open(self._session.entry(parameter))
-        return copy.detach()
-
     def edit(
         self, parameter: nn.Parameter, change: Callable[[torch.Tensor], Any], *, anew: bool
     ) -> None:
@@ -107,7 +101,7 @@ class Building:
         of which is number ``start`` in memory order. ``digest`` is of all of them, the same on every rank.
         """
         bucket, slot = entry.place
-        self._session.lent.forget(entry)
+        self._session.lent.outdate([entry])
         bucket.fill(slot, read)
         entry.begin_values()
         entry.note_digest(digest)
@@ -196,7 +190,7 @@ class Building:
     def absorb(self, other: "Session") -> None:
         """Take over all that another session holds whose model is being built too."""
         session = self._session
-        other.lent.close()
+        other.lent.settle()
         self._provisional |= other.building._provisional
         session.buckets += other.buckets
         session.adopt_entries(other.entries)

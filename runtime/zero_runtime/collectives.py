@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_runtime import compat, native
-from zero_runtime.agreement import Agreement, NoAgreement, agreement_for
+from zero_runtime.agreement import Agreement, NoAgreement, agreement_for, digest_of
 from zero_runtime.errors import GroupError
+from zero_runtime.patience import WAITS
 
 #: Point-to-point messages carry tags from here on, two a bucket, so that a message never meets a receive of
 #: the user's own, of another bucket, or of the other channel: ranks need not start them in one order.
@@ -66,11 +67,13 @@ class Several:
 class _PeerToPeer:
     """Messages in flight, and what is left to do once they have arrived."""
 
+    bucket: int
     works: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with WAITS.over(lambda: f"bucket {self.bucket}'s messages from other ranks"):
+            for work in self.works:
+                work.wait()
 
 
 @dataclass
@@ -102,7 +105,7 @@ class GlooTransport:
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Transfer:
         parts = gathered.chunk(self.group.size())
-        transfer = _PeerToPeer()
+        transfer = _PeerToPeer(self.bucket)
         for to, source in _ring(self.group):
             transfer.works += self._receive(parts[source], source, self._tag(0))
             transfer.works += self._send(own, to, self._tag(0))
@@ -111,7 +114,7 @@ class GlooTransport:
     def reduce_scatter(self, packed: torch.Tensor, shard: torch.Tensor) -> Transfer:
         received = native.take(packed.nbytes).view(packed.dtype)
         outgoing, incoming = packed.chunk(self.group.size()), received.chunk(self.group.size())
-        transfer = _PeerReduction(packed=packed, received=received, shard=shard)
+        transfer = _PeerReduction(self.bucket, packed=packed, received=received, shard=shard)
         for to, source in _ring(self.group):
             transfer.works += self._receive(incoming[source], source, self._tag(1))
             transfer.works += self._send(outgoing[to], to, self._tag(1))
@@ -249,21 +252,44 @@ class Group:
             works.append(dist.all_reduce(value, group=self.process_group, async_op=True))
         return _Averaging(works, value, into, self)
 
-    def average(self, value: torch.Tensor) -> torch.Tensor:
+    def agree(self, what: str) -> None:
+        """Compare with the other ranks that ``what`` is what comes next.
+
+        Raises:
+            DivergenceError: they are about to do something else.
+        """
+        self.agreement.check(digest_of([what]), lambda: [what], new=False)
+
+    def average(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The mean of ``value`` over all ranks that train the model, in place and returned."""
-        self.sum(value)
+        self.sum(value, what)
         if self.replicas is not None:
             dist.all_reduce(value, group=self.replicas)
         return value.div_(self.data_ranks)
 
-    def maximum(self, value: torch.Tensor) -> torch.Tensor:
-        """The maximum of ``value`` over all ranks that train the model, in place and returned."""
-        self.max(value)
-        if self.replicas is not None:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.replicas)
-        return value
+    def refuse_stranger(self, rank: int, device: torch.device) -> None:
+        """Raise unless the rank (of the default group) trains the model. Collective over replicas.
 
-    def broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
+        Raises:
+            GroupError: on every rank.
+        """
+        if self.process_group is None:
+            return
+        here = dist.get_process_group_ranks(self.process_group)
+        if self.replicas is None and rank not in here:
+            raise GroupError(f"rank {rank} does not share this model: its ranks are {here}")
+        if self.replicas is not None:
+            self.agree(f"a search for rank {rank}")
+            self._replica_of(rank in here, device)
+
+    def any(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        """Which of the integer ``flags`` any rank that trains the model has set, in place and returned."""
+        self.max(flags, what)
+        if self.replicas is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.replicas)
+        return flags
+
+    def broadcast(self, value: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """``value`` as the rank ``source`` (of the default group) has it, in place and returned.
 
         Raises:
@@ -271,9 +297,9 @@ class Group:
         """
         if self.process_group is None:
             return value
+        self.refuse_stranger(source, value.device)
         here = dist.get_process_group_ranks(self.process_group)
-        if self.replicas is None and source not in here:
-            raise GroupError(f"rank {source} does not share this model: its ranks are {here}")
+        self.agree(f"{what} from rank {source}")
         if source in here:
             dist.broadcast(value, src=source, group=self.process_group)
         if self.replicas is not None:
@@ -290,21 +316,25 @@ class Group:
             raise GroupError("no rank of that number shares this model")
         return int(found)
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.SUM)
+    def sum(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of ``value`` over the ranks, in place and returned; ``what`` it is, for messages."""
+        return self._all_reduce(value, dist.ReduceOp.SUM, what)
 
-    def max(self, value: torch.Tensor) -> torch.Tensor:
+    def max(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The maximum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.MAX)
+        return self._all_reduce(value, dist.ReduceOp.MAX, what)
 
-    def min(self, value: torch.Tensor) -> torch.Tensor:
+    def min(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The minimum of ``value`` over the ranks, in place and returned."""
-        return self._all_reduce(value, dist.ReduceOp.MIN)
+        return self._all_reduce(value, dist.ReduceOp.MIN, what)
 
-    def _all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce(
+        self, value: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str
+    ) -> torch.Tensor:
         if self.process_group is not None:
-            dist.all_reduce(value, op=op, group=self.process_group)
+            self.agree(what)
+            with WAITS.over(lambda: f"other ranks, in {what}"):
+                dist.all_reduce(value, op=op, group=self.process_group)
         return value
 
 

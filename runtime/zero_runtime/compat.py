@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -319,12 +319,27 @@ def modules_compiled_with(compilers: Iterable[Any]) -> Iterator[torch.nn.Module]
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.nn.Module):  # isinstance would ask dead weak proxies
             continue
-        if isinstance(thing, OptimizedModule):
-            module, callback = thing._orig_mod, getattr(thing.dynamo_ctx, "callback", None)
-        else:
-            module, callback = thing, _callback_of(thing.__dict__.get("_compiled_call_impl"))
-        if callback is not None and _compiler_of(callback) in compilers:
-            yield module
+        way = compiled_with(thing)
+        if way is not None and way.compiler in compilers:
+            yield compiled_module(thing) or thing
+
+
+class CompiledWith(NamedTuple):
+    """The backend and the options that ``torch.compile`` was given with a module."""
+
+    compiler: Any
+    options: Mapping[str, Any]
+
+
+def compiled_with(module: torch.nn.Module) -> CompiledWith | None:
+    """How ``torch.compile`` was told to compile this very module; None where it was not."""
+    if isinstance(module, OptimizedModule):
+        callback = getattr(module.dynamo_ctx, "callback", None)
+    else:
+        callback = _callback_of(module.__dict__.get("_compiled_call_impl"))
+    backend = None if callback is None else innermost_backend(callback)
+    compiler = getattr(backend, "compiler_fn", None)
+    return None if compiler is None else CompiledWith(compiler, getattr(backend, "kwargs", {}))
 
 
 def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -338,10 +353,6 @@ def _callback_of(function: Any) -> Any:
     if code is None or "callback" not in code.co_freevars:
         return None
     return function.__closure__[code.co_freevars.index("callback")].cell_contents
-
-
-def _compiler_of(callback: Any) -> Any:
-    return getattr(innermost_backend(callback), "compiler_fn", None)
 
 
 def donated_inputs() -> tuple[int, ...]:

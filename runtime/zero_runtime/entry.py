@@ -305,12 +305,22 @@ class Entry:
             return self._gradient.local
         return self.place.bucket.part_of(self.place.slot, self._gradient)
 
+    @property
+    def changing(self) -> bool:
+        """Whether the step that is under way changes the value, on any rank."""
+        stepping = self.state in (ParameterState.STEPPING, ParameterState.ASIDE)
+        return stepping and self._gradient is not None
+
     def end_step(self, kind: type[nn.Parameter]) -> None:
         """The inverse of :meth:`begin_step`."""
         parameter = self.parameter
         if parameter is None or self.state not in (ParameterState.STEPPING, ParameterState.ASIDE):
             return
         assert self._home is not None
+        if self.changing:
+            # Not every rank's update has shown in the counter by which autograd refuses a backward
+            # through values that have changed: the whole of it may lie elsewhere, or be offloaded.
+            torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
         parameter.data = self._home
         parameter.__class__ = kind

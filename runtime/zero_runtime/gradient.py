@@ -6,17 +6,19 @@ Elementwise operations work on those elements alone; norms and sums are complete
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from zero_runtime import compat
-from zero_runtime.agreement import digest_of
 from zero_runtime.bucket import Bucket
 from zero_runtime.collectives import Group
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
+from zero_runtime.notices import warn_once
+from zero_runtime.pending_norm import PendingNorm, changes
 from zero_runtime.plan import Slot
+from zero_runtime.whole_gradient import WholeGradient, on_copies, read_only, written
 
 aten = torch.ops.aten
 
@@ -74,9 +76,29 @@ class ShardedGradient(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole gradient, a plain tensor of the logical shape. Collective: call it on every rank."""
+        return self.gathered("full_tensor()")
+
+    def gathered(self, why: str) -> torch.Tensor:
+        """As :meth:`full_tensor`; ``why`` is for messages."""
         bucket, slot = self.place
         padded = bucket.spread(slot, self.local.to(self.dtype))
-        return bucket.whole(slot, bucket.group.sum(padded)).clone()
+        what = f"a gather of the gradient of {slot.name} for {why}"
+        return bucket.whole(slot, bucket.group.sum(padded, what)).clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole gradient as an array that cannot be written to. Collective."""
+        return _whole_of(self, "numpy()").numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole gradient as nested lists. Collective."""
+        return _whole_of(self, "tolist()").tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGradient":
+        return ShardedGradient(self.local.clone(), self.place, self.presented)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled whole: another process has another part, or none."""
+        return self.gathered("pickling").__reduce_ex__(protocol)
 
     @classmethod
     @compat.outside_dynamo
@@ -89,9 +111,27 @@ class ShardedGradient(torch.Tensor):
             return NotImplemented  # a gradient that is put off, say, knows what to do
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func) or _handler_by_kind(func)
-        if handler is None:
-            raise UnsupportedError(_explain(func))
-        return handler(func, args, kwargs)
+        try:
+            return handler(func, args, kwargs)
+        except _NeedsWholeError:
+            if any(isinstance(x, ShardedGradient) for x in written(func, args, kwargs)):
+                raise
+        return on_copies(func, args, kwargs, lambda g: _whole_of(g, str(func)).plain, cls)
+
+
+class _NeedsWholeError(UnsupportedError):
+    """This rank's elements are not enough. Right on gathered copies, unless a gradient is written to."""
+
+
+def _whole_of(gradient: ShardedGradient, why: str) -> WholeGradient:
+    """A gathered copy, to be read. Collective."""
+    bucket, slot = gradient.place
+    warn_once(
+        bucket.warned,
+        f"{why} needs the whole gradient of {slot.name}: it is gathered for it, on every rank. "
+        "p.grad.full_tensor() does so without a warning; p.grad.local holds this rank's elements.",
+    )
+    return read_only(gradient.gathered(why))
 
 
 class SpentGradient(torch.Tensor):
@@ -131,90 +171,20 @@ class SpentGradient(torch.Tensor):
         )
 
 
-class PendingNorm(torch.Tensor):
-    """Norms of gradients before they are completed over the ranks.
-
-    ``clip_grad_norm_`` takes one norm a parameter, stacks them and takes the norm of the stack.
-    Held back until then, all of it costs one collective. ``powers`` holds this rank's share:
-    sums of ``|x|**order`` (for infinite orders the extreme itself).
-    """
-
-    powers: torch.Tensor
-    order: float
-    group: Group
-
-    @staticmethod
-    def __new__(cls, powers: torch.Tensor, order: float, group: Group) -> "PendingNorm":
-        wrapper: PendingNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, powers.shape, dtype=powers.dtype, device=powers.device
-        )
-        wrapper.powers, wrapper.order, wrapper.group = powers, order, group
-        return wrapper
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PendingNorm(order={self.order}, shape={tuple(self.shape)})"
-
-    def complete(self) -> torch.Tensor:
-        """The norms over all ranks, a plain tensor. Collective."""
-        return _root(_over_ranks(self.powers.clone(), self.order, self.group), self.order)
-
-    @classmethod
-    @compat.outside_dynamo
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten.stack.default and _alike(args[0]):
-            first: PendingNorm = args[0][0]
-            return PendingNorm(torch.stack([n.powers for n in args[0]]), first.order, first.group)
-        if func is aten.linalg_vector_norm.default and _same_order(args):
-            norms: PendingNorm = args[0]
-            powers = norms.powers.amax() if math.isinf(norms.order) else norms.powers.sum()
-            return PendingNorm(powers, norms.order, norms.group).complete()
-        if func is aten.detach.default or (
-            func is aten._to_copy.default and not _changes(args[0], kwargs)
-        ):
-            return args[0]
-        complete = lambda x: x.complete() if isinstance(x, PendingNorm) else x  # noqa: E731
-        return func(*pytree.tree_map(complete, args), **pytree.tree_map(complete, kwargs))
-
-
-def _alike(norms: Sequence[Any]) -> bool:
-    """Whether all can be completed at once: norms of one kind over the same ranks."""
-    return all(
-        isinstance(n, PendingNorm) and (n.order, n.group) == (norms[0].order, norms[0].group)
-        for n in norms
-    )
-
-
-def _same_order(args: Sequence[Any]) -> bool:
-    order = args[1] if len(args) > 1 else 2.0
-    return isinstance(args[0], PendingNorm) and len(args) <= 2 and float(order) == args[0].order
-
-
-def _changes(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    return (dtype not in (None, tensor.dtype)) or (
-        device is not None and torch.device(device) != tensor.device
-    )
-
-
 # ------------------------------------------------------------------------------ elementwise
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same operation on this rank's elements; whole tensors among the operands are cut to them."""
-    written = _written(func, args, kwargs)
-    _refuse_plain_targets(func, written)
+    targets = written(func, args, kwargs)
+    _refuse_plain_targets(func, targets)
     place = _place_of(func, [args, kwargs])
     if func in _ACCUMULATING and compat.in_backward():
         args = [_averaged(x, place) for x in args]
     cut = lambda x: _cut(func, x, place)  # noqa: E731
     result = func(*pytree.tree_map(cut, args), **pytree.tree_map(cut, kwargs))
-    if written:
-        return written[0] if len(written) == 1 else tuple(written)
+    if targets:
+        return targets[0] if len(targets) == 1 else tuple(targets)
     shown = {x.presented for x in _leaves([args, kwargs]) if isinstance(x, ShardedGradient)} - {
         None
     }
@@ -222,20 +192,10 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map(wrap, result)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation writes to, in place or as ``out``."""
-    written = [
-        args[number] if number < len(args) else kwargs.get(argument.name)
-        for number, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [x for x in _leaves(written) if isinstance(x, torch.Tensor)]
-
-
-def _refuse_plain_targets(func: Any, written: Sequence[torch.Tensor]) -> None:
+def _refuse_plain_targets(func: Any, targets: Sequence[torch.Tensor]) -> None:
     """A whole tensor would get the elements of one rank, and keep its own elsewhere."""
-    if not all(isinstance(x, ShardedGradient) for x in written):
-        raise UnsupportedError(
+    if not all(isinstance(x, ShardedGradient) for x in targets):
+        raise _NeedsWholeError(
             f"{func} writes a partitioned gradient into a plain tensor, which would get this rank's "
             "elements only. Call .full_tensor() on the gradient first, on every rank."
         )
@@ -252,21 +212,21 @@ def _wrapped(result: Any, place: Place, shown: set[torch.dtype | None]) -> Any:
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A ``_foreach_*`` operation: elementwise over lists, each member with its own place."""
     gradients = next(a for a in args if _is_list(a))
+    targets = written(func, args, kwargs)
+    _refuse_plain_targets(func, targets)
     _refuse_mixed(func, gradients)
-    written = _written(func, args, kwargs)
-    _refuse_plain_targets(func, written)
     lists = [a for a in (*args, *kwargs.values()) if _is_list(a)]
     places = [_place_of(func, members) for members in zip(*lists, strict=True)]
 
     def cut(operand: Any) -> Any:
         if isinstance(operand, ShardedGradient):  # one for all members of the lists
-            raise UnsupportedError(_explain(func))
+            raise _NeedsWholeError(_explain(func))
         if _is_list(operand):
             return [_cut(func, x, place) for x, place in zip(operand, places, strict=True)]
         return operand
 
     result = func(*map(cut, args), **{name: cut(operand) for name, operand in kwargs.items()})
-    if result is None or written:
+    if result is None or targets:
         return None
     return [
         _wrapped(r, g.place, {g.presented} - {None}) for r, g in zip(result, gradients, strict=True)
@@ -289,7 +249,7 @@ def _place_of(func: Any, operands: Any) -> Place:
     places = [x.place for x in _leaves(operands) if isinstance(x, ShardedGradient)]
     if any(p.slot is not places[0].slot for p in places):
         names = sorted({p.slot.name for p in places})
-        raise UnsupportedError(
+        raise _NeedsWholeError(
             f"{func} combines gradients of different parameters ({', '.join(names)}), which are "
             "partitioned differently. Call .full_tensor() on each first, on every rank."
         )
@@ -302,9 +262,11 @@ def _cut(func: Any, operand: Any, place: Place) -> Any:
     if not isinstance(operand, torch.Tensor) or operand.numel() == 1:
         return operand
     if tuple(operand.shape) != place.slot.shape:
-        raise UnsupportedError(
+        if _broadcasts(operand.shape, place.slot.shape):
+            return place.bucket.part_of(place.slot, operand.expand(place.slot.shape))
+        raise _NeedsWholeError(
             f"{func} broadcasts a tensor of shape {tuple(operand.shape)} against the partitioned "
-            f"gradient of {place.slot.name} {place.slot.shape}. Expand it first, or call .full_tensor()."
+            f"gradient of {place.slot.name} {place.slot.shape}. {_ADVICE}"
         )
     return place.bucket.part_of(place.slot, operand)
 
@@ -319,8 +281,14 @@ def _averaged(operand: Any, place: Place) -> Any:
     if tuple(operand.shape) != place.slot.shape:
         return operand
     what = f"an average of a gradient of {place.slot.name} that reached autograd outside the graphs"
-    place.group.agreement.check(digest_of([what]), lambda: [what], new=False)
-    return place.group.average(operand.clone())
+    return place.group.average(operand.clone(), what)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    if len(shape) > len(to):
+        return False
+    trailing = to[len(to) - len(shape) :]
+    return all(a in (1, b) for a, b in zip(shape, trailing, strict=True))
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -335,14 +303,18 @@ def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torc
     order = float(args[1]) if len(args) > 1 else 2.0
     _whole_only(func, args[2:3])
     local = gradient.local if kwargs.get("dtype") is None else gradient.local.to(kwargs["dtype"])
-    return PendingNorm(_powers(local, order), order, gradient.place.group)
+    return _pending(gradient, _powers(local, order), order)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
     order = 2.0 if len(args) < 2 or args[1] is None else float(args[1])
     _whole_only(func, args[2:3])
-    return PendingNorm(_powers(gradient.local, order), order, gradient.place.group).complete()
+    return _pending(gradient, _powers(gradient.local, order), order).complete()
+
+
+def _pending(gradient: ShardedGradient, powers: torch.Tensor, order: float) -> PendingNorm:
+    return PendingNorm(powers, order, gradient.place.group, (gradient.place.slot.name,))
 
 
 def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -362,22 +334,10 @@ def _powers(local: torch.Tensor, order: float) -> torch.Tensor:
     return norm if order == 1 else norm.pow(order)
 
 
-def _over_ranks(powers: torch.Tensor, order: float, group: Group) -> torch.Tensor:
-    if math.isinf(order):
-        return group.max(powers) if order > 0 else group.min(powers)
-    return group.sum(powers)
-
-
-def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
-    if math.isinf(order) or order in (0.0, 1.0):
-        return powers
-    return powers.pow(1.0 / order)
-
-
 def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     _whole_only(func, args[1:2])
     gradient: ShardedGradient = args[0]
-    return gradient.place.group.sum(func(gradient.local, **kwargs))
+    return gradient.place.group.sum(func(gradient.local, **kwargs), _what(func, gradient.place))
 
 
 def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -386,12 +346,12 @@ def _mean(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _extreme(
-    complete: Callable[[Group, torch.Tensor], torch.Tensor], empty: float
+    complete: Callable[[Group, torch.Tensor, str], torch.Tensor], empty: float
 ) -> Callable[[Any, Sequence[Any], dict[str, Any]], torch.Tensor]:
     def reduce(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         local = args[0].local
         value = func(local, **kwargs) if local.numel() else local.new_full((), empty)
-        return complete(args[0].place.group, value)
+        return complete(args[0].place.group, value, _what(func, args[0].place))
 
     return reduce
 
@@ -399,17 +359,19 @@ def _extreme(
 def _dot(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     place = _place_of(func, args)
     a, b = (_cut(func, x, place) for x in args)
-    return place.group.sum((a * b).sum())
+    return place.group.sum((a * b).sum(), _what(func, place))
 
 
 def _any(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
-    return gradient.place.group.max(gradient.local.any().to(torch.int32)).bool()
+    found = gradient.local.any().to(torch.int32)
+    return gradient.place.group.max(found, _what(func, gradient.place)).bool()
 
 
 def _all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
-    return gradient.place.group.min(gradient.local.all().to(torch.int32)).bool()
+    found = gradient.local.all().to(torch.int32)
+    return gradient.place.group.min(found, _what(func, gradient.place)).bool()
 
 
 def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -420,7 +382,7 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         gradient.local = gradient.local.to(gradient.dtype)
     func([g.local for g in gradients], found, scale)
     for group in dict.fromkeys(g.place.group for g in gradients):
-        group.max(found)
+        group.max(found, f"a search for infinities in {len(gradients)} gradients")
 
 
 def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
@@ -430,21 +392,53 @@ def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Sha
 def _new_empty(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
     """Room for a copy: autograd accumulates one where somebody else holds the gradient, such as a hook."""
     gradient, size = args[0], args[1]
-    if tuple(size) != tuple(gradient.shape) or _changes(gradient, kwargs):
-        raise UnsupportedError(_explain(func))
+    if tuple(size) != tuple(gradient.shape) or changes(gradient, kwargs):
+        raise _NeedsWholeError(_explain(func))
     return ShardedGradient(torch.empty_like(gradient.local), gradient.place, gradient.presented)
 
 
+def _new_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A fresh tensor of any size, whole on every rank."""
+    return func(args[0].local, *args[1:], **{"dtype": args[0].dtype, **kwargs})  # type: ignore[no-any-return]
+
+
+def _reshaped(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
+    """A view of the gradient's own shape is the gradient."""
+    if tuple(args[1]) != tuple(args[0].shape):
+        raise _NeedsWholeError(_explain(func))
+    return _same_tensor(func, args, kwargs)
+
+
+def _drawn(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
+    """Random elements, as for the whole gradient: every rank draws all of them, and keeps its own."""
+    gradient: ShardedGradient = args[0]
+    bucket, slot = gradient.place
+    room = torch.empty_strided(
+        slot.shape, slot.stride, dtype=gradient.dtype, device=gradient.local.device
+    )
+    own = bucket.part_of(slot, func(room, *args[1:], **kwargs))
+    if not written(func, args, kwargs):
+        return ShardedGradient(own.clone(), gradient.place)
+    gradient.local.copy_(own)
+    return gradient
+
+
 def _equal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if args[0].shape != args[1].shape:
+        return False
     place = _place_of(func, args)
     a, b = (_cut(func, x, place) for x in args)
     same = torch.tensor(int(torch.equal(a, b)), dtype=torch.int32, device=a.device)
-    return bool(place.group.min(same))
+    return bool(place.group.min(same, _what(func, place)))
+
+
+def _what(func: Any, place: Place) -> str:
+    return f"{func} of the gradient of {place.slot.name}"
 
 
 def _whole_only(func: Any, dims: Sequence[Any]) -> None:
     if any(d not in (None, [], ()) for d in dims):
-        raise UnsupportedError(f"{func} over some dimensions of a partitioned gradient. {_ADVICE}")
+        raise _NeedsWholeError(f"{func} over some dimensions of a partitioned gradient. {_ADVICE}")
 
 
 # ------------------------------------------------------------------------------ the table
@@ -458,6 +452,13 @@ _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     aten.detach.default: _same_tensor,
     aten.alias.default: _same_tensor,
     aten.new_empty_strided.default: _new_empty,
+    aten.new_empty.default: _new_plain,
+    aten.new_zeros.default: _new_plain,
+    aten.new_ones.default: _new_plain,
+    aten.new_full.default: _new_plain,
+    aten.view.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten.expand.default: _reshaped,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
@@ -492,6 +493,10 @@ _ELEMENTWISE = {
 
 #: How autograd adds up what reaches one parameter in several ways.
 _ACCUMULATING = {aten.add.Tensor, aten.add_.Tensor}
+#: Operations that fill a tensor, or one like it, with random elements, whatever it held.
+_DRAWING = {f"aten::{name}_like" for name in ("rand", "randn", "randint")}
+_DRAWING |= {"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"}
+_DRAWING |= {"aten::cauchy_", "aten::geometric_", "aten::random_", "aten::bernoulli_"}
 
 #: Of the operations on lists those that do not work element by element.
 _REDUCING = {
@@ -502,11 +507,17 @@ _REDUCING = {
 }
 
 
-def _handler_by_kind(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
+def _handler_by_kind(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any]:
+    name = func._schema.name
     if func in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
         return _elementwise
-    name = func._schema.name
-    return _foreach if name.startswith("aten::_foreach_") and name not in _REDUCING else None
+    if name in _DRAWING:
+        return _drawn
+    return _foreach if name.startswith("aten::_foreach_") and name not in _REDUCING else _whole
+
+
+def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+    raise _NeedsWholeError(_explain(func))
 
 
 def _explain(func: Any) -> str:

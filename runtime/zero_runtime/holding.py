@@ -1,6 +1,6 @@
 """Parameters held whole for a while, so that code can change them as if nothing was partitioned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,9 +28,15 @@ class Holding:
         """What each value was when it was last stored."""
 
     def open(self) -> None:
-        """Gather the parameters, one bucket at a time."""
+        """Gather the parameters, one bucket at a time.
+
+        Raises:
+            GroupError: the rank ``source`` does not share one of them.
+        """
         owned = [(session, p) for p in self._parameters if (session := session_of(p)) is not None]
         for session in dict.fromkeys(session for session, _ in owned):
+            if self.source is not None:
+                session.group.refuse_stranger(self.source, owned[0][1].device)
             session.finish_refresh()
             session.lent.settle()
         entries = {session.entry(p): session for session, p in owned}
@@ -47,12 +53,12 @@ class Holding:
             ZeroError: there is no ``source``, and something was changed; it is as before then.
         """
         try:
-            lost = list(self._settle())
+            lost = self._settle()
         finally:
             self.abandon()
         if lost:
             raise ZeroError(
-                f"{', '.join(lost)} changed while held whole, and no modifier_rank says whose change counts: "
+                f"{', '.join(lost)} changed while held whole, on this rank or another, and no modifier_rank says whose change counts: "
                 "every rank has its own copy. Give GatheredParameters a modifier_rank; the change is undone."
             )
 
@@ -67,22 +73,39 @@ class Holding:
                 entry.let_go()
         self._held.clear()
 
-    def _settle(self) -> Iterator[str]:
-        """Store what was changed. Yields names of what must not have been."""
+    def _settle(self) -> list[str]:
+        """Store what was changed. Names of what must not have been, on any rank."""
+        lost = set()
         for parameter in self._parameters:
             session = session_of(parameter)
             entry = session.entry(parameter) if session is not None else None
             if session is None or entry is None or entry not in self._held:
                 self._share(parameter, session)
             elif self._keep(session, entry):
-                yield entry.name
+                lost.add(entry)
+        return self._on_any_rank(lost) if self.source is None else []
+
+    def _on_any_rank(self, lost: Collection[Entry]) -> list[str]:
+        """The names of what some rank has lost: all must be told. Collective."""
+        held: dict[Session, list[Entry]] = {}
+        for session, entry in _sessions(self._parameters):
+            if entry in self._held:
+                held.setdefault(session, []).append(entry)
+        names = []
+        for session, entries in held.items():
+            flags = torch.tensor(
+                [int(e in lost) for e in entries], device=_value(entries[0]).device
+            )
+            found = session.group.any(flags, "the end of a block of GatheredParameters").tolist()
+            names += [e.name for e, flag in zip(entries, found, strict=True) if flag]
+        return names
 
     def _share(self, parameter: nn.Parameter, session: Session | None) -> None:
         """A parameter that every rank has whole: the source's value counts."""
         if self.source is None:
             return
         group = current_group() if session is None else session.group
-        value = _from(group, self.source, as_plain(parameter).detach())
+        value = _from(group, self.source, as_plain(parameter).detach(), "a parameter")
         with torch.no_grad():
             as_plain(parameter).detach().copy_(value)
         if session is not None and session.entry(parameter).placed:
@@ -92,7 +115,7 @@ class Holding:
         """Store a held parameter's value. Whether a change would be lost instead."""
         value = _value(entry)
         if self.source is not None:
-            value.copy_(_from(session.group, self.source, value))
+            value.copy_(_from(session.group, self.source, value, entry.name))
         digest = fingerprint(value)
         if digest == self._held[entry]:
             return False
@@ -132,6 +155,6 @@ def _value(entry: Entry) -> torch.Tensor:
     return as_plain(entry.parameter).detach()
 
 
-def _from(group: Group, source: int, value: torch.Tensor) -> torch.Tensor:
+def _from(group: Group, source: int, value: torch.Tensor, name: str) -> torch.Tensor:
     with torch.no_grad():
-        return group.broadcast(value.contiguous(), source)
+        return group.broadcast(value.contiguous(), source, f"{name}, held whole,")

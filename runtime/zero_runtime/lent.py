@@ -1,39 +1,52 @@
 """Gathered copies that eager code may still write to: what is written is put back into the shards.
 
-``p[0]`` and ``p.detach()`` of a partitioned parameter are views of a copy gathered for that one
-operation. A later write through such a view shows in the copy's version counter, which all its views
-share; every rank then keeps its part of what was written.
+``p[0]``, ``p.detach()`` and ``p.data`` of a partitioned parameter are views of a copy gathered for that one
+operation. Whether something was written through such a view is seen when the session is used next, by the
+copy's version counter, which its views share, and by a digest of its elements: numpy counts no versions.
+Every rank then keeps its part of what was written. A copy of a value that has changed since, by a step
+say, is out of date: a write to that is an error.
 
 While a model is being built the copy that was used last stays, as the parameter's value, until another
 parameter is used: initialisation takes several operations a parameter. Which copy stays follows from
 the order of operations alone, so ranks agree on what need not be gathered.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from zero_runtime import compat
+from zero_runtime.buffers import fingerprint
 from zero_runtime.entry import Entry
+from zero_runtime.errors import ZeroError
 
-_CHANGED = -1
+
+class _Content(NamedTuple):
+    """What a copy held, and how often it had been written to as far as torch counts."""
+
+    version: int
+    digest: int
 
 
 @dataclass(eq=False)
 class _Loan:
-    """``version`` is the copy's when it was last put back; ``open``: writes may bypass that count."""
+    """``known`` is what the shards have of the copy; None: something else. ``late``: they have changed since."""
 
     entry: Entry
     whole: torch.Tensor
-    version: int
-    open: bool = False
+    known: _Content | None
+    late: bool = False
 
     @property
     def written(self) -> bool:
-        counts = not self.open and not self.whole.is_inference()
-        return not counts or _version(self.whole) != self.version
+        known = self.known
+        return (
+            known is None
+            or _version(self.whole) != known.version
+            or fingerprint(self.whole) != known.digest
+        )
 
 
 class Lent:
@@ -46,8 +59,7 @@ class Lent:
 
     def lend(self, entry: Entry, whole: torch.Tensor) -> None:
         """Watch ``whole``, of which the caller hands out a view."""
-        if not whole.is_inference():  # those count no versions
-            self._loans.append(_Loan(entry, whole, whole._version))
+        self._loans.append(_Loan(entry, whole, _content(whole)))
 
     def at_hand(self, entry: Entry) -> torch.Tensor | None:
         """The copy that was kept, if it is this entry's."""
@@ -59,64 +71,73 @@ class Lent:
         Returns what to work on: the copy that somebody still holds, brought up to date, if there is one.
         """
         self.settle()
-        loan = _Loan(entry, whole, 0)
+        loan = _Loan(entry, whole, None)
         for out in self._loans:
-            if out.entry is entry and out.whole.shape == whole.shape:
+            if out.entry is entry and _alike(out.whole, whole):
                 out.whole.data.copy_(whole)  # autograd may have saved it: to it nothing changes
                 loan = out
         self._loans = [out for out in self._loans if out is not loan]
-        loan.version = _CHANGED if changed else _version(loan.whole)
+        loan.known, loan.late = None if changed else _content(loan.whole), False
         self._last = loan
         return loan.whole
-
-    def open(self, entry: Entry) -> None:
-        """The kept copy goes to code whose writes its version counter may not show."""
-        assert self._last is not None
-        assert self._last.entry is entry
-        self._last.open = True
 
     def settle(self, but: Collection[Entry] = ()) -> None:
         """Put back what was written since, and forget the copies of which no view is left.
 
         A copy kept for one of the entries ``but`` stays.
+
+        Raises:
+            ZeroError: something was written to a copy whose parameter has changed since.
         """
         if self._last is not None and self._last.entry not in but:
             self._loans.append(self._last)
             self._last = None
-        if self._loans:
-            self._loans = list(self._kept())
+        loans, self._loans = self._loans, []
+        spoilt = [loan.entry.name for loan in loans if not self._put_back(loan, loans)]
+        self._loans = [loan for loan in loans if compat.shares_storage(loan.whole)]
+        if spoilt:
+            raise ZeroError(
+                f"a view or .data of {', '.join(spoilt)} was written to after the parameter had changed "
+                "otherwise (by a step, by load_state_dict(), through another view): the view shows the "
+                "value of before. Take it anew before each write, or write inside a block of "
+                "zero_compile.GatheredParameters."
+            )
 
     def forget(self, entry: Entry) -> None:
-        """The entry's value is replaced: copies of the old one are nobody's concern."""
+        """The entry has memory of its own anew, or is gone: copies of before are nobody's concern."""
         if self._last is not None and self._last.entry is entry:
             self._last = None
         self._loans = [loan for loan in self._loans if loan.entry is not entry]
 
-    def close(self) -> None:
-        """Put everything back; from now on only the version counters of copies that are out count."""
-        self.settle()
-        self._loans = [loan for loan in self._loans if not loan.whole.is_inference()]
+    def outdate(self, entries: Collection[Entry]) -> None:
+        """The entries' values have changed, otherwise than through copies: those are of the old ones."""
+        if self._last is not None and self._last.entry in entries:
+            self._loans.append(self._last)
+            self._last = None
         for loan in self._loans:
-            loan.open = False
+            if loan.entry in entries:
+                loan.known, loan.late = _content(loan.whole), True
 
-    def _kept(self) -> Iterator[_Loan]:
-        for loan in self._loans:
-            if loan.written:
-                self._store(loan.entry, loan.whole.detach())
-                loan.version = _version(loan.whole)
-            if compat.shares_storage(loan.whole):
-                yield loan
+    def _put_back(self, loan: _Loan, loans: list[_Loan]) -> bool:
+        """Store what was written, if that can be: other copies of the entry are out of date then."""
+        if not loan.written:
+            return True
+        if not loan.late:
+            self._store(loan.entry, loan.whole.detach())
+            for other in loans:
+                other.late |= other.entry is loan.entry and other is not loan
+        loan.known = _content(loan.whole)
+        return not loan.late
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _content(whole: torch.Tensor) -> _Content:
+    return _Content(_version(whole), fingerprint(whole))
 
 
 def _version(whole: torch.Tensor) -> int:
     """How often the tensor was written to; one made in inference mode does not count."""
     return 0 if whole.is_inference() else whole._version
-
-
-def aliases(whole: torch.Tensor, results: Any) -> bool:
-    """Whether one of ``results`` (a tree) shares memory with ``whole``."""
-    memory = compat.storage_of(whole)
-    return any(
-        isinstance(x, torch.Tensor) and compat.storage_of(x) == memory
-        for x in compat.pytree.tree_leaves(results)
-    )

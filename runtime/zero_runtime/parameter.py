@@ -5,7 +5,6 @@ model stay. The class carries the session, so no attribute is hung on the parame
 """
 
 import sys
-import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -14,10 +13,11 @@ import torch
 from torch import nn
 
 from zero_runtime import compat
+from zero_runtime.buffers import aliases
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.freed import advice
-from zero_runtime.lent import aliases
+from zero_runtime.notices import warn_once
 
 if TYPE_CHECKING:
     from zero_runtime.session import Session
@@ -113,21 +113,23 @@ def _for_one_operation(
         session.lent.settle(but=used)
     if all(entry.whole for entry in used):
         return _on_whole(func, args, kwargs)
-    if func == _DATA_GET:
-        return _data(args[0])
     if func == _DATA_SET or _writes_first(func):
         return _write(func, args, kwargs)
     _warn_once_per_place(func, (args, kwargs))
+    if func == _DATA_GET:
+        return _data(args[0])
     return _on_copies(func, args, kwargs)
 
 
 def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """The operation on gathered copies; those that it returns a view of are watched for writes."""
     copies = {p: _gathered(p) for p in _parameters((args, kwargs))}
-    replace = lambda x: copies[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
+    hidden = func in _EXPORTS
+    shown = {p: c.detach() if hidden and not c.requires_grad else c for p, c in copies.items()}
+    replace = lambda x: shown[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
     results = _plain(func, *pytree.tree_map(replace, (args, kwargs)))
     for parameter, whole in copies.items():
-        if not parameter.session.building.active and aliases(whole, results):
+        if not parameter.session.building.active and (hidden or aliases(whole, results)):
             parameter.session.lent.lend(parameter.session.entry(parameter), whole)
     return results
 
@@ -157,11 +159,14 @@ def _asked_by_torch(frame: FrameType | None) -> bool:
 
 
 def _data(parameter: ShardedParameter) -> torch.Tensor:
-    """``parameter.data``: while the model is built, a copy whose changes are put back."""
-    if not parameter.session.building.active:
-        raise UnsupportedError(_DATA_ADVICE)
+    """``parameter.data``: a copy whose changes are put back."""
+    session = parameter.session
     with torch.no_grad():
-        return parameter.session.building.data(parameter)
+        if session.building.active:
+            return session.building.working_copy(parameter).detach()
+        whole = session.gather_whole(parameter)
+        session.lent.lend(session.entry(parameter), whole)
+        return whole.detach()
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -205,6 +210,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             return building.replace(target, _gathered(args[1]).detach())
         _refuse_conversion(target, args[1])
         func = torch.Tensor.copy_
+        target.session.lent.forget(target.session.entry(target))
     elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation. "
@@ -271,44 +277,22 @@ _OVERWRITING = frozenset(f"{_DRAWING} zero_ fill_ copy_ constant_ kaiming_unifor
 
 
 def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
-    """The session remembers the places: Python's own record is lost whenever a filter changes.
-
-    While a model is built there is no graph to move the operation to.
-    """
+    """While a model is built there is no graph to move the operation to."""
     parameter = _parameters(operands)[0]
     if parameter.session.building.active:
         return
-    place = _user_line(sys._getframe(1))
-    if place is None or place in parameter.session.warned:
-        return
-    parameter.session.warned.add(place)
-    name = getattr(func, "__name__", str(func))
-    warnings.warn_explicit(
+    name = ".data" if func == _DATA_GET else getattr(func, "__name__", str(func))
+    warn_once(
+        parameter.session.warned,
         f"{name} uses a partitioned parameter outside the compiled graph: it is gathered for this "
         "one operation, on every rank. Move the operation under torch.compile to make it cheap.",
-        UserWarning,
-        *place,
     )
-
-
-def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line that is neither torch's nor ours; None where it asks for the model's whole state."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("torch", "zero_runtime", "zero_compile"):
-            return frame.f_code.co_filename, frame.f_lineno
-        if frame.f_code.co_name in ("state_dict", "load_state_dict"):
-            return None
-        frame = frame.f_back
-    return "<unknown>", 0
 
 
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_DATA_ADVICE = (
-    "parameter.data of a partitioned parameter would be a copy: what is written to it would be lost. "
-    "Read with parameter.detach(); write in place under torch.no_grad(): parameter.copy_(value)."
-)
+#: What they return shares memory with their operand and is no tensor.
+_EXPORTS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 
 
 def _metadata() -> set[Any]:

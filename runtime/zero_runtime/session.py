@@ -19,6 +19,7 @@ from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.lent import Lent
+from zero_runtime.notices import Lines
 from zero_runtime.offload import Offload, Residences
 from zero_runtime.parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
@@ -65,7 +66,7 @@ class Session:
         self.plans: list[Plan] = []
         self.gathered_peak = 0
         self.abandoned: list[object] = []
-        self.warned: set[tuple[str, int]] = set()
+        self.warned: Lines = set()
         self.synchronise = True
         """Whether backward reduces gradients; off inside ``no_sync``."""
         self.late = LateReductions(self)
@@ -124,9 +125,13 @@ class Session:
         """A bucket for ``plan``, which says where its state lives once this returns."""
         trainable = any(slot.trainable for slot in plan.slots)
         placed = replace(plan, residence=self._residences.of(plan.chunk, trainable))
-        if isinstance(placed, TiledPlan):
-            return TiledBucket(placed, self.group, self.policy, self.depot)
-        return Bucket(placed, self.group, self.policy, self.depot)
+        bucket = (
+            TiledBucket(placed, self.group, self.policy, self.depot)
+            if isinstance(placed, TiledPlan)
+            else Bucket(placed, self.group, self.policy, self.depot)
+        )
+        bucket.warned = self.warned
+        return bucket
 
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
         """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`.
@@ -185,6 +190,15 @@ class Session:
         self.building.finish({})
         self.late.reduce()
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
+        self._partition_rest(rest)
+
+    def _partition_trained(self) -> None:
+        """After a backward: what eager code trains has gradients of the graphs' kind from the first step on."""
+        guarded = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
+        self._partition_rest(guarded)
+
+    def _partition_rest(self, rest: Sequence[Entry]) -> None:
+        """Give parameters that no graph has used buckets, and compare the values. Collective."""
         self.place(rest)
         if rest or self.building.moving():
             self.partition()
@@ -257,6 +271,7 @@ class Session:
         """Bring back every parameter that is still a shard."""
         if not self._stepping:
             return
+        self.lent.outdate({entry for entry in self.entries if entry.changing})
         for entry in self.entries:
             entry.end_step(self._class)
         for bucket in self.buckets:
@@ -314,7 +329,7 @@ class Session:
 
     def put(self, entry: Entry, whole: torch.Tensor) -> None:
         """Replace a placed parameter's value in its bucket, whatever the user's object holds."""
-        self.lent.forget(entry)
+        self.lent.outdate([entry])
         self._store(entry, whole)
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
@@ -347,8 +362,10 @@ class Session:
             return self.late.keep(entry.place, whole_like(entry.place).copy_(gradient))
         self.late.reduce_after_backward()
         if not entry.placed or self.stage is Stage.OPTIMIZER:
-            self.agree(f"an average of the gradient of {entry.name} outside the compiled graphs")
-            averaged = self.group.average(gradient.clone())
+            if self.stage is not Stage.OPTIMIZER:
+                compat.after_backward(self._partition_trained)
+            what = f"an average of the gradient of {entry.name} outside the compiled graphs"
+            averaged = self.group.average(gradient.clone(), what)
             self._averaged[entry.place if entry.placed else entry] = _identity(averaged)
             return averaged
         bucket, slot = entry.place
@@ -380,10 +397,11 @@ class Session:
 
     def anywhere(self, here: Sequence[bool], what: str) -> list[bool]:
         """Which of ``here`` are true on any rank. Collective."""
-        self.agree(f"a comparison of which parameters of {what} have gradients")
         device = next((e.place.bucket.device for e in self.entries if e.placed), None)
         flags = torch.tensor(here, dtype=torch.int32, device=device)
-        return [bool(x) for x in self.group.maximum(flags)]
+        return [
+            bool(x) for x in self.group.any(flags, f"which parameters of {what} have gradients")
+        ]
 
     def average_buckets(
         self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor], what: str
@@ -438,7 +456,7 @@ class Session:
         Raises:
             DivergenceError: they are about to do something else.
         """
-        self.group.agreement.check(digest_of([what]), lambda: [what], new=False)
+        self.group.agree(what)
 
     def gathered_bytes(self) -> GatheredBytes:
         """What was held at once, against what the plans allow."""
