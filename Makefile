@@ -21,7 +21,7 @@ HEADERS := import sysconfig, importlib.util as u; \
   print("-isystem", u.find_spec("torch").submodule_search_locations[0] + "/include", \
         "-isystem", sysconfig.get_path("include"))
 
-.PHONY: demo test browser lint lint-cuda bench zoo asan tsan valgrind format clean install
+.PHONY: demo test fuzz browser lint lint-cuda bench zoo asan tsan valgrind format clean install
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,12 @@ demo: install
 # Neighbours in a process, since processes of ranks are kept from test to test.
 test: install browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Random training programs, each compared with its unsharded run.
+PROGRAMS ?= 3000
+SEED ?= 0
+fuzz: install
+	$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --seed $(SEED)
 
 # The browser that the tests of the page drive; where it cannot be installed they are skipped.
 browser:

@@ -236,7 +236,7 @@ def scripted(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def test_code_that_reads_freed_memory_is_told_what_to_do(read: Any) -> None:
     model = nn.Linear(3, 3)
     zero_compile.partition(model)
-    with pytest.raises(RuntimeError, match=r"^weight is partitioned .*\.view_as\(parameter\)"):
+    with pytest.raises(RuntimeError, match=r"weight is partitioned .*\.view_as\(parameter\)"):
         read(model.weight)
 
 

@@ -103,27 +103,37 @@ def _zeros(entry: Entry) -> torch.Tensor:
 
 
 class _Open(torch.autograd.Function):
-    """Parameters become whole; in backward their gradients are reduced, all at once."""
+    """Parameters become whole; in backward their gradients are reduced, all at once.
+
+    ``trains`` requires a gradient, so that backward comes here also where all parameters are frozen: what
+    the leaf has saved lies in gathered memory then too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, visit: _Visit, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, visit: _Visit, trains: torch.Tensor, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.visit = visit
-        ctx.needed = ctx.needs_input_grad[1:]
+        ctx.needed = ctx.needs_input_grad[2:]
         ctx.set_materialize_grads(False)  # an expert without tokens has no gradient, not zeros
-        token = torch.zeros(())
-        return (token, *visit.open())
+        whole = visit.open()
+        frozen = [w for w, needed in zip(whole, ctx.needed, strict=True) if not needed]
+        ctx.mark_non_differentiable(*frozen)
+        return (torch.zeros(()), *whole)
 
     @staticmethod
     @compat.outside_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         visit: _Visit = ctx.visit
         visit.release()
+        if not any(ctx.needed):
+            return (None, None, *(None for _ in ctx.needed))
         trained = [
             (g, e) for g, e, n in zip(gradients[1:], visit.entries, ctx.needed, strict=True) if n
         ]
         part = _Visit(visit._name, visit.session, [e for _, e in trained])
         reduced = part.reduce([g for g, _ in trained])
-        return (None, *(next(reduced) if needed else None for needed in ctx.needed))
+        return (None, None, *(next(reduced) if needed else None for needed in ctx.needed))
 
 
 class _Close(torch.autograd.Function):
@@ -156,7 +166,8 @@ class Leaf:
         parameters = list(dict.fromkeys(u.parameter for u in uses))
         entries = [self._session.entry(p) for p in parameters]
         visit = _Visit(self._name, self._session, entries)
-        token, *whole = _Open.apply(visit, *parameters)  # type: ignore[no-untyped-call]
+        trains = torch.zeros((), requires_grad=True)
+        token, *whole = _Open.apply(visit, trains, *parameters)  # type: ignore[no-untyped-call]
         by_parameter = dict(zip(map(id, parameters), whole, strict=True))
         for use in uses:
             use.module._parameters[use.key] = by_parameter[id(use.parameter)]
@@ -187,6 +198,8 @@ def _uses(module: nn.Module) -> list[_Use]:
 def _tied(visit: _Visit, token: torch.Tensor, results: Any) -> Any:
     leaves, structure = pytree.tree_flatten(results)
     grad = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not grad:
+        return results
     close: Any = _Close.apply
     for i, tied in zip(grad, close(visit, token, *(leaves[i] for i in grad)), strict=True):
         leaves[i] = tied
