@@ -274,12 +274,12 @@ _OFFLOAD = (
         f"option aio, {_PASSED}",
         "block_size",
         "queue_depth",
-        "intra_op_parallelism",
         "thread_count",
         "single_submit",
         "overlap_events",
-        "use_gds",
     ),
+    Key("aio.intra_op_parallelism", _HONOURED, "thread_count of option aio, before that key"),
+    Key("aio.use_gds", _NOTED, "what is read from NVMe passes through host memory"),
 )
 
 _COMPILE = (
