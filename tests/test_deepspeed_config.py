@@ -138,7 +138,6 @@ PASSED = {
         "thread_count": 4,
         "single_submit": True,
         "overlap_events": False,
-        "use_gds": True,
     },
 }
 #: Honoured, and shown by tests of their own below.

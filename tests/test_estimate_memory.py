@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from torch import nn
+from training import world
 
-from zero_compile import estimate_memory
+from zero_compile import estimate_memory, plans
 from zero_compile.preview import preview
 
 WIDTH, LAYERS = 64, 4
@@ -68,3 +70,39 @@ def test_a_stage_that_keeps_parameters_whole_says_so() -> None:
     whole = estimate_memory(make, world_size=4, stage=2)
     assert (whole.parameters, whole.gathered) == (4 * WEIGHTS, 0)
     assert whole.optimizer == 8 * WEIGHTS // 4
+
+
+CONVERSIONS = [nn.Module.bfloat16, nn.Module.half, lambda model: model.to(torch.bfloat16)]
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS, ids=["bfloat16", "half", "to"])
+def test_the_model_may_be_converted_when_it_is_made(convert: Any) -> None:
+    def narrow() -> Any:
+        model, (x,), kwargs = make()
+        assert len(torch.optim.AdamW(model.parameters()).param_groups) == 1
+        converted = convert(model)
+        return converted, (x.to(converted[0].weight.dtype),), kwargs
+
+    options = {"bucket_bytes": 1}
+    wide, found = (estimate_memory(m, world_size=2, options=options) for m in (make, narrow))
+    assert found.parameters == wide.parameters // 2
+    assert found.gathered == wide.gathered // 2
+
+
+def _estimates_in_passing() -> list[str]:
+    """Rank 0 alone asks, before it trains and between steps, for batches of other sizes."""
+    model, (x,), _ = make()
+    step = torch.compile(model, backend="zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in (3, 5):
+        if world()[0] == 0:
+            made = lambda: (make()[0], (torch.randn(rows, WIDTH),), {})  # noqa: B023, E731
+            estimate_memory(made, world_size=2)
+        step(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [plan.name for plan in plans(model)]
+
+
+def test_one_rank_alone_may_ask_before_and_while_all_train() -> None:
+    assert ranks.run(2, _estimates_in_passing) == [["graph0.forward", "graph0.backward"]] * 2

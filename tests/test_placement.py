@@ -13,6 +13,7 @@ from zero_compile.planner.placement import WORKING_SHARE, Budgets, Wish, place
 from zero_runtime.errors import OptionError
 from zero_runtime.offload import ON_DEVICE, Offload, Residences, Shares
 from zero_runtime.plan import Policy, Residence, Stage, Tier
+from zero_runtime.swap import AioConfig
 
 MIB = 1 << 20
 #: A million float32 parameters: 4 MiB, with Adam 8 MiB more, and 4 MiB of gradients.
@@ -128,6 +129,14 @@ def test_sections_become_a_policy() -> None:
     assert found.in_backward
 
 
+def test_deepspeeds_newer_keys_of_aio_are_taken() -> None:
+    section = {"thread_count": 2, "intra_op_parallelism": 3, "use_gds": True}
+    from_config = {"config": {"zero_optimization": {"stage": 3}, "aio": section}}
+    with pytest.warns(UserWarning, match="no effect, and need none:\n.*aio.use_gds"):
+        configured = parse(from_config).aio
+    assert parse({"aio": section}).aio == configured == AioConfig(thread_count=3)
+
+
 def test_several_folders_are_one_place() -> None:
     options = {"offload_optimizer": {"device": "nvme"}, "nvme_path": ["/a", "/b"]}
     assert offload(options).folders == ("/a", "/b")
@@ -154,6 +163,7 @@ def test_numbers_may_be_written_as_deepspeed_writes_them() -> None:
         ({"update_in_backward": True}, "give offload_optimizer too"),
         ({"update_in_backward": "yes"}, "expected True, False or an optimizer"),
         ({"aio": {"block_size": 5}}, "block_size must be"),
+        ({"aio": {"use_gds": 1}}, "use_gds must be of type bool, got 1"),
         ({"aio": {"blocksize": 5}}, "unknown key 'blocksize'"),
         ({"host_memory": "lots"}, "'lots' is not a size"),
         ({"nvme_path": ""}, "option 'nvme_path': expected a folder, or a list of folders, got ''"),

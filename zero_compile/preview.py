@@ -119,9 +119,9 @@ def preview(
     if world_size < 1:
         raise OptionError(f"a world has at least one rank, got {world_size}")
     settings = parse(options, stage=stage)
-    compat.forget_compiled()
-    with compat.fake_tensors(), torch.set_grad_enabled(train):
-        model, args, kwargs = make_model()
+    with compat.compiling_apart(), compat.fake_tensors() as fake, torch.set_grad_enabled(train):
+        with compat.FakeConversions(fake):
+            model, args, kwargs = make_model()
         watcher = _Watcher(model, settings, Stage(stage), Group(None, 0, world_size))
         with compat.backend_errors():
             torch.compile(model, backend=watcher)(*args, **kwargs)

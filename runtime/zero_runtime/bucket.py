@@ -1,11 +1,13 @@
 """One bucket at run time: this rank's shard, and the transfers that gather and reduce it."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from zero_runtime import native
 from zero_runtime.buffers import flat_buffer, in_memory_order, lies_as
@@ -37,10 +39,12 @@ NOTHING: Mapping[Slot, torch.Tensor] = MappingProxyType({})
 class Bucket:
     """Owns this rank's part of every parameter in the bucket, on the tiers that its plan names.
 
-    ``serial`` counts buckets in the order in which the process makes them, which all ranks share.
+    ``serial`` counts the buckets that a process group moves in the order in which they are made, which its
+    ranks share. Buckets of no process group (of one rank, or of a preview) are counted by themselves.
     """
 
-    _serials = itertools.count()
+    _alone = itertools.count()
+    _shared: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Bucket:
         self.stage = policy.stage
         self.device = torch.device(plan.device)
         self.group = group
-        self.serial = next(self._serials)
+        self.serial = next(self._serials())
         self._transport = group.transport(self.device, self.serial)
         self.compared = False
         """Whether the ranks have compared the values they put in."""
@@ -68,6 +72,11 @@ class Bucket:
         """Whether parameters were given values since masters last followed them."""
         self._fetching: Moving | None = None
         self._stepped: torch.Tensor | None = None
+
+    def _serials(self) -> Iterator[int]:
+        if self.group.process_group is None:
+            return self._alone
+        return self._shared.setdefault(self.group.process_group, itertools.count())
 
     def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
         return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from torch._inductor.utils import BoxedBool, get_donated_idxs
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
@@ -158,9 +160,16 @@ def backend_errors() -> Iterator[None]:
         raise failure.inner_exception from None
 
 
-def forget_compiled() -> None:
-    """Have Dynamo compile everything anew."""
-    torch._dynamo.reset()
+def compiling_apart() -> Any:
+    """Inside it Dynamo compiles for sizes as they are, and leaves no trace in what it compiles afterwards.
+
+    Of a size that changes it would note, for good, that it is dynamic.
+    """
+    return torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False,
+        recompile_limit=sys.maxsize,
+        accumulated_recompile_limit=sys.maxsize,
+    )
 
 
 #: Has Inductor execute kernels in the order that was planned, instead of one that it thinks saves memory:
@@ -171,6 +180,25 @@ PLANNED_ORDER = {"reorder_for_peak_memory": False}
 def fake_tensors() -> Any:
     """Inside it, tensors have shapes and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class FakeConversions(TorchFunctionMode):
+    """Among fake tensors: lets modules be converted (``model.bfloat16()``), which swaps parameters.
+
+    torch refuses to swap a tensor that something refers to weakly, as the mode's memo does to most.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the function, then forget what it made."""
+        result = func(*args, **(kwargs or {}))
+        self._memo.clear()
+        return result
 
 
 def boxed(function: F) -> F:

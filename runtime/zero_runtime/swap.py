@@ -99,8 +99,16 @@ class AioConfig:
     def from_mapping(cls, section: Mapping[str, Any]) -> Self:
         """Return the configuration of an ``aio`` section; missing keys have their defaults.
 
+        ``intra_op_parallelism`` is DeepSpeed's newer name of ``thread_count``. ``use_gds`` is taken and has
+        no effect: what is read passes through host memory.
+
         Raises OptionError where a key is unknown, naming it, or a value is wrong.
         """
+        section = dict(section)
+        if type(gds := section.pop("use_gds", False)) is not bool:
+            raise OptionError(f"aio: use_gds must be of type bool, got {gds!r}")
+        if "intra_op_parallelism" in section:
+            section["thread_count"] = section.pop("intra_op_parallelism")
         known = [each.name for each in fields(cls)]
         unknown = sorted(str(key) for key in section if key not in known)
         if unknown:

@@ -177,8 +177,10 @@ def _offload(config: Config) -> dict[str, Any]:
         options["offload_optimizer"] = {**pin, **given}
     if param is not None:
         options["offload_param"] = {**pin, **param.given()}
-    if config.aio.given():
-        options["aio"] = config.aio.given()
+    aio = config.aio.given()
+    aio.pop("use_gds", None)
+    if aio:
+        options["aio"] = aio
     return options
 
 

@@ -24,8 +24,8 @@ from zero_runtime.errors import UnsupportedError, ZeroError
 class Engine:
     """What ``initialize`` returns. Called like the model; what it lacks, it asks the model for.
 
-    One optimizer step takes ``gradient_accumulation_steps()`` rounds of forward, :meth:`backward` and
-    :meth:`step`. It is no ``nn.Module``: names of parameters in ``state_dict()`` are the model's.
+    One optimizer step takes ``gradient_accumulation_steps()`` rounds of forward, :meth:`backward` (or the
+    loss's own) and :meth:`step`. It is no ``nn.Module``: names of parameters in ``state_dict()`` are the model's.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Engine:
         self._batch = batch
         self._loss_scale = LossScale(config.fp16, self.device.type) if config.fp16.enabled else None
         self._boundary: bool | None = None
+        self._in_backward = self._scaled = False
         self._applied = False
         self._norm: torch.Tensor | None = None
 
@@ -68,7 +69,28 @@ class Engine:
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = compat.pytree.tree_map(_halved, (args, kwargs))
         with self._autocast():
-            return self._compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
+        if self._batch.accumulation > 1 or self._loss_scale is not None:
+            for value in compat.pytree.tree_leaves(output):
+                if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                    value.register_hook(self._averaged)  # type: ignore[no-untyped-call]
+        return output
+
+    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """An output's gradient, which in a backward that is not ours is not divided yet."""
+        if self._in_backward:
+            return gradient
+        if self._loss_scale is not None and not self._scaled:
+            raise ZeroError(
+                "loss.backward() of a float16 engine: the loss is not scaled. Use engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        return gradient / self._batch.accumulation
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as its own ``backward()`` needs it: times the loss scale; only float16 has one."""
+        self._scaled = True
+        return loss if self._loss_scale is None else self._loss_scale.scale(loss.float())
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -82,7 +104,11 @@ class Engine:
         if scale_wrt_gas:
             loss = loss / self._batch.accumulation
         scaled = loss if self._loss_scale is None else self._loss_scale.scale(loss)
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._in_backward = True
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -91,7 +117,7 @@ class Engine:
         Raises:
             ZeroError: the engine has no optimizer, or float16 overflows at the smallest loss scale.
         """
-        self._applied = False
+        self._applied = self._scaled = False
         if self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
         self.micro_steps += 1

@@ -55,7 +55,7 @@ _TOP = _section(
     {
         "train_batch_size": (_LOOP, "micro batch * accumulation steps * ranks; checked"),
         "train_micro_batch_size_per_gpu": (_LOOP, "the batch size of the returned data loader"),
-        "gradient_accumulation_steps": (_LOOP, "backward divides the loss by it"),
+        "gradient_accumulation_steps": (_LOOP, "backward divides the loss, or its gradient, by it"),
         "gradient_clipping": (_LOOP, "the norm to which step() clips gradients; 0 does not clip"),
         "steps_per_print": (_LOOP, "rank 0 prints steps, skipped steps and rates this often"),
         "dataloader_drop_last": (_LOOP, "drop the last, incomplete batch"),
@@ -274,12 +274,12 @@ _OFFLOAD = (
         f"option aio, {_PASSED}",
         "block_size",
         "queue_depth",
-        "intra_op_parallelism",
         "thread_count",
         "single_submit",
         "overlap_events",
-        "use_gds",
     ),
+    Key("aio.intra_op_parallelism", _HONOURED, "thread_count of option aio, before that key"),
+    Key("aio.use_gds", _NOTED, "what is read from NVMe passes through host memory"),
 )
 
 _COMPILE = (
