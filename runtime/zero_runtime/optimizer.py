@@ -3,6 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.optimizer import (
 
 from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
-from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
 from zero_runtime.lion import Lion
 from zero_runtime.offload import ON_DEVICE
 from zero_runtime.offloaded import OffloadedOptimizer
@@ -57,6 +58,9 @@ class _Stepping:
         """Parameters become shards. Should the step fail, the next module call brings them back.
 
         A closure may be what partitions them: its forward may be the model's first.
+
+        Raises:
+            SwapError: a shard cannot be read; then nothing has become one.
         """
         self._sessions = list(dict.fromkeys(session for session, _ in _partitioned(self.optimizer)))
         if not self._sessions:
@@ -66,8 +70,13 @@ class _Stepping:
             session.settle()
         _check_stamps(self.optimizer, self._sessions[0].group)
         self._offloaded = self._part_of(self.optimizer, self._sessions)
-        for session, parameter in list(_partitioned(self.optimizer)):
-            self._take(session, parameter)
+        try:
+            for session, parameter in list(_partitioned(self.optimizer)):
+                self._take(session, parameter)
+        except BaseException:
+            with suppress(SwapError):  # the first failure is the one to tell
+                self.end()
+            raise
         self._rescue = register_module_forward_pre_hook(lambda module, args: self.end())
 
     def _take(self, session: Session, parameter: nn.Parameter) -> None:
