@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from swaps import flip
 from torch import nn
 
 import zero_compile
@@ -523,6 +524,61 @@ def test_a_read_that_fails_is_an_error_that_names_what_and_where(tmp_path, monke
             assert str(tmp_path) in str(error)
             failed += 1
     assert failed == 7
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "masters"), [("none", False), ("none", True), ("cpu", False), ("nvme", False)]
+)
+def test_bytes_that_change_on_nvme_are_an_error_each_time_and_never_a_number(
+    tmp_path, optimizer, masters
+):
+    """All but the step that is told: whatever comes next is told the same, not something else."""
+    options = off(tmp_path, "nvme", optimizer, bf16=masters)
+    run = Trained(options, dtype=torch.bfloat16 if masters else torch.float32)
+    run.run(0)
+    loss = run.forward(1)
+    loss.backward()
+    swap = run.session.depot.swap
+    swap.drain()
+    names = list(swap._tensors)
+    assert names
+    for name in names:
+        (part,) = swap.parts(name)
+        flip(part.file.path, part.file.extent(name).offset)
+    act = run.optimizer.step
+    for _ in range(3):
+        with pytest.raises(Exception, match="the data has changed on the disk") as caught:
+            act()
+        error = swap_error(caught.value)
+        assert error.errno == errno.EBADMSG
+        assert "bucket" in str(error)
+        assert str(tmp_path) in str(error)
+        act = functools.partial(run.forward, 1)
+
+
+def test_after_a_request_that_failed_once_training_goes_on_or_is_told_again(tmp_path, monkeypatch):
+    """What could not be read can be read again; what could not be written is lost."""
+    recovered = failed = 0
+    for number in range(10, 24):
+        faulty(monkeypatch, Faults(eio_on=number))
+        run = Trained(off(tmp_path, "nvme"))
+        try:
+            run.run(0)
+        except Exception as caught:
+            swap_error(caught)
+            continue
+        told = 0
+        for step in range(1, 4):
+            try:
+                run.step(step)
+            except SwapError:
+                told += 1
+                run.optimizer.zero_grad()
+        assert max(run.losses) < 10
+        assert len(run.losses) + told == 4
+        failed += told > 0
+        recovered += told == 1
+    assert failed >= recovered >= 3
 
 
 def test_delayed_and_reordered_transfers_change_nothing(tmp_path, monkeypatch):

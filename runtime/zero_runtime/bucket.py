@@ -207,9 +207,11 @@ class Bucket:
         """Write what lives on NVMe and has changed, and free its memory; nothing while a step is open."""
         if self._stepped is not None:
             return
-        for transfer in [shelf.put_away() for shelf in self.shelves]:
-            transfer.wait()
-        self.depot.slots.give(self)
+        try:
+            for transfer in [shelf.put_away() for shelf in self.shelves]:
+                transfer.wait()
+        finally:
+            self.depot.slots.give(self)
 
     def discard(self) -> None:
         """Give up all values: the parameters live elsewhere now."""

@@ -3,6 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
-from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lion import Lion
 from zero_runtime.offload import ON_DEVICE
@@ -53,6 +54,9 @@ class _Stepping:
         """The stock step on shards, and ours. Returns what the closure does.
 
         However this ends, parameters and gradients are as they were to the eye.
+
+        Raises:
+            SwapError: something could not be read or written.
         """
         step: Any = type(self.optimizer).step
         outside = None if closure is None else self._outside(closure)
@@ -61,8 +65,11 @@ class _Stepping:
             loss = step.__wrapped__(self.optimizer, outside)  # what torch calls between its hooks
             if self._offloaded is not None:
                 self._offloaded.update()
-        finally:
-            self._end()
+        except BaseException:
+            with suppress(SwapError):  # the first failure is the one to tell
+                self._end()
+            raise
+        self._end()
         for session in self._sessions:
             session.start_refresh()
         return loss

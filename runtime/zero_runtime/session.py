@@ -16,7 +16,7 @@ from zero_runtime.carried import Carried
 from zero_runtime.collectives import Group
 from zero_runtime.depot import Depot
 from zero_runtime.entry import Entry, ParameterState
-from zero_runtime.errors import UnsupportedError, ZeroError
+from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
 from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.lent import Lent
 from zero_runtime.notices import Lines
@@ -268,16 +268,25 @@ class Session:
                 )
 
     def end_step(self) -> None:
-        """Bring back every parameter that is still a shard."""
+        """Bring back every parameter that is still a shard.
+
+        Raises:
+            SwapError: something could not be read or written; all else is brought back.
+        """
         if not self._stepping:
             return
         self.lent.outdate({entry for entry in self.entries if entry.changing})
         for entry in self.entries:
             entry.end_step(self._class)
+        self._stepping, failures = False, []
         for bucket in self.buckets:
-            bucket.close_step()
-            bucket.put_away()
-        self._stepping = False
+            for act in (bucket.close_step, bucket.put_away):
+                try:
+                    act()
+                except SwapError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
 
     def start_refresh(self) -> None:
         """After a step: start the gathers that come first now.

@@ -22,6 +22,9 @@ from zero_runtime.errors import OptionError, ZeroError
 #: Bytes that are in memory at once beside what they are read into.
 PIECE = 16 << 20
 
+#: Bytes; the limit of the format.
+_LONGEST_HEADER = 100_000_000
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,6 +59,11 @@ class Stored:
     def numel(self) -> int:
         """Elements."""
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * self.dtype.itemsize
 
     def read_into(self, target: torch.Tensor, start: int = 0) -> None:
         """Fill a flat tensor with elements from ``start`` on, cast to its dtype. Not collective.
@@ -102,7 +110,8 @@ def tensors_at(checkpoint: str | os.PathLike[str]) -> dict[str, Stored]:
     """The tensors of a checkpoint, by name: a file, an index of several, or a folder with either.
 
     Raises:
-        OptionError: there is no checkpoint in that place, or a file of it is missing or is none.
+        OptionError: there is no checkpoint in that place, or a file of it is missing, is none, or has a header
+            that cannot be right.
     """
     found: dict[str, Stored] = {}
     for path, wanted in _files(Path(checkpoint)):
@@ -126,7 +135,7 @@ def _files(checkpoint: Path) -> Iterator[tuple[Path, list[str]]]:
         yield checkpoint, []
         return
     names: dict[str, list[str]] = {}
-    for name, file in _json(checkpoint.read_bytes(), checkpoint)["weight_map"].items():
+    for name, file in _weight_map(checkpoint).items():
         names.setdefault(file, []).append(name)
     for file, wanted in names.items():
         yield checkpoint.parent / file, wanted
@@ -144,29 +153,89 @@ def _in_folder(folder: Path) -> Path:
     raise OptionError(f"{folder} holds no *.safetensors.index.json and no *.safetensors file")
 
 
-def _header(path: Path) -> Iterable[Stored]:
+def _header(path: Path) -> list[Stored]:
+    if not path.is_file():
+        raise OptionError(f"{path} is no safetensors file: there is no such file")
     try:
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise OptionError(f"{path} is no safetensors file: its header has no end")
+            if length > min(size - 8, _LONGEST_HEADER):
+                raise OptionError(
+                    f"{path} is no safetensors file: its header of {length} bytes has no end, or is too long"
+                )
             text = file.read(length)
     except (OSError, struct.error) as error:
         raise OptionError(f"{path} is no safetensors file: {error}") from error
-    for name, entry in _json(text, path).items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise OptionError(f"{path}: {name} has dtype {entry['dtype']!r}, which is not known")
-        offset = 8 + length + entry["data_offsets"][0]
-        yield Stored(path, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
+    data = 8 + length
+    entries = _json(text, path).items()
+    found = [_stored(path, *entry, data) for entry in entries if entry[0] != "__metadata__"]
+    _refuse_gaps(path, found, data, size)
+    return found
+
+
+def _stored(path: Path, name: str, entry: Any, data: int) -> Stored:
+    """What the header says of one tensor; the data begins at byte ``data`` of the file."""
+    match entry:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end]}:
+            pass
+        case _:
+            raise OptionError(f"{path}: {name} lacks a dtype, a shape or its two data_offsets")
+    if kind not in _DTYPES:
+        raise OptionError(f"{path}: {name} has dtype {kind!r}, which is not known")
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise OptionError(
+                f"{path}: {name} has shape {shape} and data_offsets {[begin, end]}: {number!r} is no count"
+            )
+    stored = Stored(path, name, _DTYPES[kind], tuple(shape), data + begin)
+    if stored.nbytes != end - begin:
+        raise OptionError(
+            f"{path}: {name} of shape {shape} in {kind} takes {stored.nbytes} bytes, and its data_offsets "
+            f"{[begin, end]} hold {end - begin}"
+        )
+    return stored
+
+
+def _refuse_gaps(path: Path, tensors: Iterable[Stored], data: int, size: int) -> None:
+    """By the format the tensors follow one another without gaps, from the header to the file's end."""
+    end, before = data, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.offset != end:
+            what = "overlaps with" if tensor.offset < end else "leaves a gap behind"
+            raise OptionError(
+                f"{path}: {tensor.name} {what} {before}: it begins at byte {tensor.offset - data} of the "
+                f"data, where {end - data} was expected"
+            )
+        end, before = end + tensor.nbytes, tensor.name
+        if end > size:
+            raise OptionError(f"{path} ends within the tensor {tensor.name}: it is cut short")
+    if end < size:
+        raise OptionError(f"{path} has {size - end} bytes behind its last tensor ({before})")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file has which tensor, of an index."""
+    found = _json(path.read_bytes(), path).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise OptionError(f"{path} is no index: it lacks a weight_map of names to files")
+    return found
 
 
 def _json(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(text)
-    except ValueError as error:
+        read = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is no safetensors file or index: {error}") from error
     if not isinstance(read, dict):
         raise OptionError(f"{path} is no safetensors file or index: {type(read).__name__}")
     return read
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of whose equal names the last one would otherwise win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {max(names, key=names.count)!r} stands there twice")
+    return found
