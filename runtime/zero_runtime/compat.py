@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -56,6 +57,17 @@ def outside_dynamo(function: F) -> F:
     """Never traced: Dynamo compiles what a frame that it skipped calls, also where that is ours."""
     untraced: F = torch.compiler.disable(function)
     return untraced
+
+
+def called_from(package: str) -> bool:
+    """Whether a function of ``package`` is under way, further up the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == package or name.startswith(f"{package}."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_compiling() -> bool:
