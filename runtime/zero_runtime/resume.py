@@ -119,7 +119,14 @@ class _Part(NamedTuple):
 
     session: Session
     entry: Entry
-    saved: Mapping[str, Any]
+    parts: list[Any]
+    number: int
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """What the note says of the parameter."""
+        saved: Mapping[str, Any] = self.parts[self.number]
+        return saved
 
     @property
     def lies_as_saved(self) -> bool:
@@ -134,25 +141,33 @@ class _Part(NamedTuple):
             exact = {n: v for n, v in self.saved["exact"].items() if n in values}
             values |= {name: _unrounded(values[name], v) for name, v in exact.items()}
             values |= self.saved["master"]
-        if not self.lies_as_saved:
-            values |= self._exchanged(values)
+        exchanged = {} if self.lies_as_saved else self._exchanged(values)
+        values |= exchanged
         master = values.pop(_MASTER, None)
         state.update(values)
         if master is not None:
             bucket.restore_masters(slot, master)
+        if exchanged:  # should an exchange after this one fail, this one must not be done again
+            self.parts[self.number] = _part(self.entry, state)
 
     @torch.no_grad()
     def _exchanged(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's elements out of all ranks' parts."""
         bucket, slot = self.entry.place
-        then = _bucket_as_saved(self.saved["layout"], bucket, slot)
-        (old,) = then.plan.slots
-        own = (len(then.plan.owned(old, then.group.rank)),)
+        plan = _plan_as_saved(self.saved["layout"], bucket.plan, slot)
+        (old,) = plan.slots
+        own = (len(plan.owned(old, bucket.group.rank)),)
         parts = {
             n: values[n] for n in sorted(values) if n not in SCALARS and values[n].shape == own
         }
+        if not parts:
+            return {}
         what = ", ".join(f"{name} in {value.dtype}" for name, value in parts.items())
         self.session.agree(f"an exchange of {what} of {slot.name}, saved in another layout")
+        if isinstance(plan, TiledPlan):
+            then: Bucket = TiledBucket(plan, bucket.group)
+        else:
+            then = Bucket(plan, bucket.group)
         gathered = ((name, then.gather_beside(old, value)) for name, value in parts.items())
         return {
             name: bucket.part_of(slot, whole).clone().to(parts[name].device)
@@ -173,7 +188,8 @@ def _parts(group: Mapping[str, Any]) -> Iterator[tuple[Entry, _Part]]:
     if note is None:
         return
     _refuse_others(note, _whose(next(iter(members.values()))[0]))
-    for parameter, saved in zip(group["params"], note["parts"], strict=True):
+    for number, parameter in enumerate(group["params"]):
+        saved = note["parts"][number]
         if saved is not None and parameter in members:
             session, entry = members[parameter]
             shape = tuple(saved["layout"]["shape"])
@@ -182,7 +198,7 @@ def _parts(group: Mapping[str, Any]) -> Iterator[tuple[Entry, _Part]]:
                     f"the optimizer state loaded for {entry.name} {entry.place.slot.shape} is of "
                     f"{saved['name']} {shape}: load it into an optimizer with the same parameters in the same order"
                 )
-            yield entry, _Part(session, entry, saved)
+            yield entry, _Part(session, entry, note["parts"], number)
 
 
 def _whose(session: Session) -> dict[str, Any]:
@@ -225,15 +241,13 @@ def _layout(bucket: Bucket, slot: Slot) -> dict[str, Any]:
     return {"shape": list(slot.shape), "stride": list(slot.stride), **where}
 
 
-def _bucket_as_saved(layout: Mapping[str, Any], bucket: Bucket, slot: Slot) -> Bucket:
+def _plan_as_saved(layout: Mapping[str, Any], plan: BucketPlan, slot: Slot) -> BucketPlan:
     """A bucket of the parameter alone, which lies in it as it did when it was saved."""
-    plan = bucket.plan
     then = replace(slot, offset=layout["offset"], stride=tuple(layout["stride"]))
     lies = (plan.dtype, plan.device, plan.world_size, layout["chunk"], (then,))
     if "sizes" in layout:
-        sizes = tuple(layout["sizes"])
-        return TiledBucket(TiledPlan(*lies, dim=layout["dim"], sizes=sizes), bucket.group)
-    return Bucket(BucketPlan(*lies), bucket.group)
+        return TiledPlan(*lies, dim=layout["dim"], sizes=tuple(layout["sizes"]))
+    return BucketPlan(*lies)
 
 
 def _unrounded(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
