@@ -3,7 +3,8 @@
 The ``full`` functions speak of the whole parameter; those that read are collective: call them on every
 rank. Those that write are given the same value on every rank, which keeps its part. The ``local`` ones
 speak of this rank's elements ``[n]``, flat, in the order in which they lie in memory; none of them is
-collective. All take ordinary parameters too. Names and arguments are DeepSpeed's.
+collective, but for the first look at optimizer state that was loaded and had been saved in another layout.
+All take ordinary parameters too. Names and arguments are DeepSpeed's.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from zero_runtime import access
 from zero_runtime.errors import OptionError
-from zero_runtime.optimizer import SCALARS
+from zero_runtime.resume import SCALARS
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:

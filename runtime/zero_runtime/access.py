@@ -8,9 +8,10 @@ from torch import nn
 from zero_runtime.entry import Entry, ParameterState
 from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.gradient import ShardedGradient, SpentGradient
-from zero_runtime.optimizer import HOOKS, SCALARS
+from zero_runtime.optimizer import HOOKS
 from zero_runtime.parameter import as_plain
 from zero_runtime.plan import Stage
+from zero_runtime.resume import SCALARS
 from zero_runtime.session import Session, session_of
 
 
@@ -148,7 +149,7 @@ class States:
     """The optimizer state of one parameter, wherever it lives."""
 
     def __init__(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> None:
-        """Find the parameter's optimizer.
+        """Find the parameter's optimizer. Collective if its state was loaded, and saved in another layout.
 
         Raises:
             ZeroError: no optimizer has stepped on it yet, and none was given.
@@ -161,6 +162,7 @@ class States:
             )
         self._parameter = parameter
         self._found = at_rest(parameter)
+        HOOKS.settle(known)
         self._offloaded = HOOKS.offloaded_state(known)
         self._state: dict[str, Any] = known.state.get(parameter, {})
 

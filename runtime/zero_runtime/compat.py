@@ -63,6 +63,17 @@ def outside_dynamo(function: F) -> F:
     return untraced
 
 
+def called_from(package: str) -> bool:
+    """Whether a function of ``package`` is under way, further up the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == package or name.startswith(f"{package}."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def is_compiling() -> bool:
     """Whether this thread is inside Dynamo, AOTAutograd or Inductor."""
     return CompileContext.try_get() is not None or TracingContext.try_get() is not None

@@ -1,7 +1,7 @@
 """The part of an optimizer whose state is off the device: updated bucket by bucket, beside the stock step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from zero_runtime.entry import Entry
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.parts import KernelPart, Part, StockPart, Work
 from zero_runtime.plan import Tier
+from zero_runtime.resume import Resume
 from zero_runtime.session import Session, session_of
 from zero_runtime.shelf import Shelf
 from zero_runtime.stream import Stream, Task
@@ -37,8 +38,9 @@ class OffloadedOptimizer:
     is in memory.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, resume: Resume) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._resume = resume
         self._recipe = recipe_for(optimizer)
         self._members: list[Member] = []
         self._by_bucket: dict[Bucket, list[Member]] = {}
@@ -46,7 +48,7 @@ class OffloadedOptimizer:
         self._stream: Stream | None = None
         optimizer.register_state_dict_pre_hook(ModuleHook(self._show))
         optimizer.register_state_dict_post_hook(ModuleHook(self._hide))
-        optimizer.register_load_state_dict_post_hook(ModuleHook(self._adopt))
+        optimizer.register_load_state_dict_post_hook(ModuleHook(self._loaded))
 
     def meet(self) -> bool:
         """Look which partitioned parameters the optimizer has; whether any of their state is off the device."""
@@ -65,9 +67,10 @@ class OffloadedOptimizer:
         return bool(self._members)
 
     def meet_once(self) -> None:
-        """As :meth:`meet`, for an optimizer that has not stepped yet."""
+        """As :meth:`meet`, for an optimizer that has not stepped yet, or not since it loaded state."""
         if not self._members:
             self.meet()
+        self.adopt(self._resume.settle())
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether the bucket is updated here, and not by the stock step."""
@@ -80,8 +83,9 @@ class OffloadedOptimizer:
         return self._recipe is not None and stepped is torch.float32
 
     def covers(self, bucket: Bucket) -> bool:
-        """Whether every parameter of the bucket is in this optimizer."""
-        return {m.entry.place.slot for m in self._of(bucket)} == set(bucket.plan.slots)
+        """Whether every parameter of the bucket is in this optimizer, with its state."""
+        mine = {m.entry.place.slot for m in self._of(bucket)}
+        return mine == set(bucket.plan.slots) and not self._resume.pending
 
     # -------------------------------------------------------------- updates
 
@@ -191,27 +195,46 @@ class OffloadedOptimizer:
     # -------------------------------------------------------------- optimizer.state_dict()
 
     def _show(self, *_: object) -> None:
-        """State on NVMe comes into memory, as whole as the rank's part of it is."""
+        """State on NVMe comes into memory, as whole as the rank's part of it is, unless other was loaded."""
         self.join()
+        if self._resume.pending:
+            return
         for member in self._members:
             if member.bucket in self._parts:
                 self._parts[member.bucket].show(member.entry, self._state(member))
 
     def _hide(self, _: object, saved: dict[str, Any]) -> None:
         """What was shown stays in the saved dictionary only."""
+        if self._resume.pending:
+            return
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
         for member in self._members:
             if member.bucket in self._parts:
                 self._parts[member.bucket].hide(member.entry, self._state(member))
 
-    def _adopt(self, *_: object) -> None:
-        """Loaded state goes where state is kept."""
+    def _loaded(self, *_: object) -> None:
+        """Loaded state goes where state is kept, unless ranks have to exchange it first."""
         self.join()
+        self.adopt(self._resume.settle(alone=True))
+
+    def adopt(self, entries: Collection[Entry]) -> None:
+        """State of these goes where it is kept; what is kept for those that have none is dropped."""
+        if not entries:
+            return
+        self.join()
+        self.meet()
         for member in self._members:
-            part = self._part(member.bucket)
+            if member.entry in entries:
+                self._adopt(member)
+
+    def _adopt(self, member: Member) -> None:
+        part, parameter = self._part(member.bucket), member.entry.parameter
+        if parameter is not None and self._live().state.get(parameter):
             part.adopt([self._work(member, member.group, torch.empty(0))])
-            for shelf in part.wanted():
-                shelf.put_away().wait()
+        else:
+            part.forget(member.entry)
+        for shelf in part.wanted():
+            shelf.put_away().wait()
 
 
 def _unscale(optimizer: torch.optim.Optimizer) -> float | None:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_runtime.collectives import Group
 from zero_runtime.compat import outside_dynamo
-from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
+from zero_runtime.errors import SwapError, UnsupportedError
 from zero_runtime.hooks import ModuleHook
 from zero_runtime.lion import Lion
 from zero_runtime.offload import ON_DEVICE
 from zero_runtime.offloaded import OffloadedOptimizer
+from zero_runtime.resume import Resume, cut
 from zero_runtime.session import Session, session_of
 
 Closure = Callable[[], Any]
@@ -38,15 +38,12 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
-PartOf = Callable[[torch.optim.Optimizer, Sequence[Session]], OffloadedOptimizer | None]
-
-
 class _Stepping:
     """One ``step()`` under way."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, part: PartOf) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, hooks: "StepHooks") -> None:
         self.optimizer = optimizer
-        self._part_of = part
+        self._hooks = hooks
         self._sessions: list[Session] = []
         self._offloaded: OffloadedOptimizer | None = None
 
@@ -82,14 +79,15 @@ class _Stepping:
         refuse_unless_elementwise(self.optimizer)
         for session in self._sessions:
             session.settle()
-        _check_stamps(self.optimizer, self._sessions[0].group)
-        self._offloaded = self._part_of(self.optimizer, self._sessions)
+        self._hooks.settle(self.optimizer)
+        self._offloaded = self._hooks.offloaded(self.optimizer, self._sessions)
         for session, parameter in list(_partitioned(self.optimizer)):
             self._take(session, parameter)
 
     def _take(self, session: Session, parameter: nn.Parameter) -> None:
-        _cut_state(self.optimizer, session, parameter)
-        bucket = session.entry(parameter).place.bucket
+        entry = session.entry(parameter)
+        cut(self.optimizer.state.get(parameter, {}), entry)
+        bucket = entry.place.bucket
         if self._offloaded is not None and self._offloaded.takes(bucket):
             session.step_aside(parameter)
         else:
@@ -124,6 +122,8 @@ class StepHooks:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadedOptimizer]
         self._offloaded = weakref.WeakKeyDictionary()
+        self._resumes: weakref.WeakKeyDictionary[torch.optim.Optimizer, Resume]
+        self._resumes = weakref.WeakKeyDictionary()
 
     def install(self, inspect: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
         """Hook every optimizer of the process. Idempotent.
@@ -163,7 +163,7 @@ class StepHooks:
             assert closure is not None
             return (optimizer, _refusing(optimizer, closure)), {}
         self._seen.add(optimizer)
-        loss = _Stepping(optimizer, self.offloaded).run(closure)
+        loss = _Stepping(optimizer, self).run(closure)
         return (_idle(optimizer), None if closure is None else lambda: loss), {}
 
     def offloaded(
@@ -178,8 +178,23 @@ class StepHooks:
     def offloaded_part(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
         """The optimizer's part off the device, whatever is in it yet."""
         if optimizer not in self._offloaded:
-            self._offloaded[optimizer] = OffloadedOptimizer(optimizer)
+            self._offloaded[optimizer] = OffloadedOptimizer(optimizer, self._resume(optimizer))
         return self._offloaded[optimizer]
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take in state that was loaded, or made before the step. Collective where its layout is another.
+
+        Raises:
+            ZeroError: as :meth:`Resume.settle`.
+        """
+        part, settled = self._offloaded.get(optimizer), self._resume(optimizer).settle()
+        if settled and part is not None:
+            part.adopt(settled)
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> Resume:
+        if optimizer not in self._resumes:
+            self._resumes[optimizer] = Resume(optimizer)
+        return self._resumes[optimizer]
 
     def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
         """An optimizer that has stepped on the parameter; None if none has."""
@@ -214,26 +229,6 @@ def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 HOOKS = StepHooks()
 
-#: The key in parameter groups under which an optimizer remembers whose part its state is.
-_STAMP = "zero3_part"
-
-
-def _check_stamps(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """State travels in state_dict(), one part a rank; a part of another rank is silently wrong.
-
-    Raises:
-        ZeroError: the state was saved by another rank, or at another world size.
-    """
-    ours = {"rank": group.rank, "world_size": group.world_size}
-    for parameters in optimizer.param_groups:
-        theirs = parameters.setdefault(_STAMP, ours)
-        if theirs != ours:
-            raise ZeroError(
-                f"this optimizer's state is the part of rank {theirs['rank']} of {theirs['world_size']}, "
-                f"loaded on rank {ours['rank']} of {ours['world_size']}. Save one optimizer.state_dict() "
-                "a rank and load on each rank its own, at the same world size."
-            )
-
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless the optimizer's update works on flat pieces of parameters.
@@ -267,23 +262,6 @@ def _partitioned(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Session, nn
             session = session_of(parameter)
             if session is not None:
                 yield session, parameter
-
-
-def _cut_state(optimizer: torch.optim.Optimizer, session: Session, parameter: nn.Parameter) -> None:
-    """State made before the parameter was partitioned (or loaded whole) is cut to this rank's part."""
-    state = optimizer.state.get(parameter)
-    if not state:
-        return
-    bucket, slot = session.entry(parameter).place
-    part = (len(bucket.plan.owned(slot, bucket.group.rank)),)
-    for key, value in state.items():
-        whole = isinstance(value, torch.Tensor) and value.shape == slot.shape != part
-        if whole and key not in SCALARS:
-            state[key] = bucket.part_of(slot, value).clone()
-
-
-#: State of stock optimizers that is one number a parameter, whatever the parameter's shape.
-SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

@@ -39,6 +39,9 @@ class Part(Protocol):
     def adopt(self, works: Sequence[Work]) -> None:
         """Take over state that is in ``optimizer.state``: made before, or loaded."""
 
+    def forget(self, entry: Entry) -> None:
+        """Begin anew with one parameter, as if it had never been stepped."""
+
     def wanted(self) -> list[Shelf]:
         """What an update needs in memory, beside the parameters."""
 
@@ -96,6 +99,14 @@ class KernelPart:
                 if fresh and self._recipe.initial(work.group):
                     shelf.edit().fill_(self._recipe.initial(work.group))
                 self._adopt(work, name, shelf)
+
+    def forget(self, entry: Entry) -> None:
+        """Its part of the flat state is as at first."""
+        slot = entry.place.slot
+        self._steps.pop(slot, None)
+        for name, shelf in self._shelves.items():
+            self._shown.pop((slot, name), None)
+            self._bucket.local(slot, shelf.edit()).zero_()
 
     def _adopt(self, work: Work, name: str, shelf: Shelf) -> None:
         key, value = (work.slot, name), work.state.get(name)
@@ -250,6 +261,11 @@ class StockPart:
         """State found in ``optimizer.state`` goes onto shelves; it comes back for the update."""
         for work in works:
             self._keep(work.entry, work.state)
+
+    def forget(self, entry: Entry) -> None:
+        """Give up its shelves."""
+        for key in [key for key in self._shelves if key[0] is entry.place.slot]:
+            self._shelves.pop(key).discard()
 
     def _keep(self, entry: Entry, state: dict[str, Any]) -> None:
         slot, bucket = entry.place.slot, self._bucket
