@@ -16,6 +16,7 @@ from zero_runtime.collectives import Group
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.notices import warn_once
+from zero_runtime.pending_norm import PendingNorm, changes, powers_of
 from zero_runtime.plan import Slot
 from zero_runtime.whole_gradient import WholeGradient, on_copies, read_only, written
 
@@ -92,6 +93,18 @@ class ShardedGradient(torch.Tensor):
         """The whole gradient as nested lists. Collective."""
         return _whole_of(self, "tolist()").tolist()
 
+    def share_memory_(self) -> NoReturn:
+        """Refused: there is no memory of the whole gradient to share.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"a partitioned gradient has no memory to share. {_ADVICE}")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as :meth:`share_memory_`."""
+        self.share_memory_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGradient":
         return ShardedGradient(self.local.clone(), self.place, self.presented)
 
@@ -108,9 +121,9 @@ class ShardedGradient(torch.Tensor):
         handler = _HANDLERS.get(func) or _handler_by_kind(func)
         try:
             return handler(func, args, kwargs)
-        except _NeedsWholeError:
+        except _NeedsWholeError as error:
             if any(isinstance(x, ShardedGradient) for x in written(func, args, kwargs)):
-                raise
+                raise UnsupportedError(str(error)) from None
         return on_copies(func, args, kwargs, lambda g: _whole_of(g, str(func)).plain, cls)
 
 
@@ -164,83 +177,6 @@ class SpentGradient(torch.Tensor):
             "backward. Clipping, loss scaling and gradient accumulation (two backwards before a step) need "
             "the option 'update_in_backward' off; zero_grad() must set gradients to None, its default."
         )
-
-
-class PendingNorm(torch.Tensor):
-    """Norms of gradients before they are completed over the ranks.
-
-    ``clip_grad_norm_`` takes one norm a parameter, stacks them and takes the norm of the stack.
-    Held back until then, all of it costs one collective. ``powers`` holds this rank's share:
-    sums of ``|x|**order`` (for infinite orders the extreme itself).
-    """
-
-    powers: torch.Tensor
-    order: float
-    group: Group
-    names: tuple[str, ...]
-
-    @staticmethod
-    def __new__(
-        cls, powers: torch.Tensor, order: float, group: Group, names: tuple[str, ...]
-    ) -> "PendingNorm":
-        wrapper: PendingNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, powers.shape, dtype=powers.dtype, device=powers.device
-        )
-        wrapper.powers, wrapper.order, wrapper.group, wrapper.names = powers, order, group, names
-        return wrapper
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PendingNorm(order={self.order}, shape={tuple(self.shape)})"
-
-    def complete(self) -> torch.Tensor:
-        """The norms over all ranks, a plain tensor. Collective."""
-        some = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
-        what = f"the {self.order:g}-norm of {len(self.names)} gradients ({some})"
-        return _root(_over_ranks(self.powers.clone(), self.order, self.group, what), self.order)
-
-    @classmethod
-    @compat.outside_dynamo
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten.stack.default and _alike(args[0]):
-            first: PendingNorm = args[0][0]
-            names = tuple(name for n in args[0] for name in n.names)
-            powers = torch.stack([n.powers for n in args[0]])
-            return PendingNorm(powers, first.order, first.group, names)
-        if func is aten.linalg_vector_norm.default and _same_order(args):
-            norms: PendingNorm = args[0]
-            powers = norms.powers.amax() if math.isinf(norms.order) else norms.powers.sum()
-            return PendingNorm(powers, norms.order, norms.group, norms.names).complete()
-        if func is aten.detach.default or (
-            func is aten._to_copy.default and not _changes(args[0], kwargs)
-        ):
-            return args[0]
-        complete = lambda x: x.complete() if isinstance(x, PendingNorm) else x  # noqa: E731
-        return func(*pytree.tree_map(complete, args), **pytree.tree_map(complete, kwargs))
-
-
-def _alike(norms: Sequence[Any]) -> bool:
-    """Whether all can be completed at once: norms of one kind over the same ranks."""
-    return all(
-        isinstance(n, PendingNorm) and (n.order, n.group) == (norms[0].order, norms[0].group)
-        for n in norms
-    )
-
-
-def _same_order(args: Sequence[Any]) -> bool:
-    order = args[1] if len(args) > 1 else 2.0
-    return isinstance(args[0], PendingNorm) and len(args) <= 2 and float(order) == args[0].order
-
-
-def _changes(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    return (dtype not in (None, tensor.dtype)) or (
-        device is not None and torch.device(device) != tensor.device
-    )
 
 
 # ------------------------------------------------------------------------------ elementwise
@@ -360,14 +296,14 @@ def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torc
     order = float(args[1]) if len(args) > 1 else 2.0
     _whole_only(func, args[2:3])
     local = gradient.local if kwargs.get("dtype") is None else gradient.local.to(kwargs["dtype"])
-    return _pending(gradient, _powers(local, order), order)
+    return _pending(gradient, powers_of(local, order), order)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
     order = 2.0 if len(args) < 2 or args[1] is None else float(args[1])
     _whole_only(func, args[2:3])
-    return _pending(gradient, _powers(gradient.local, order), order).complete()
+    return _pending(gradient, powers_of(gradient.local, order), order).complete()
 
 
 def _pending(gradient: ShardedGradient, powers: torch.Tensor, order: float) -> PendingNorm:
@@ -378,29 +314,6 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     _refuse_mixed(func, args[0])
     order = float(args[1]) if len(args) > 1 else 2.0
     return [_vector_norm(aten.linalg_vector_norm.default, (g, order), kwargs) for g in args[0]]
-
-
-def _powers(local: torch.Tensor, order: float) -> torch.Tensor:
-    if math.isinf(order):
-        if local.numel() == 0:
-            return local.new_full((), 0.0 if order > 0 else math.inf)
-        return local.abs().amax() if order > 0 else local.abs().amin()
-    if order == 0:
-        return (local != 0).sum().to(local.dtype)
-    norm: torch.Tensor = torch.linalg.vector_norm(local, order)
-    return norm if order == 1 else norm.pow(order)
-
-
-def _over_ranks(powers: torch.Tensor, order: float, group: Group, what: str) -> torch.Tensor:
-    if math.isinf(order):
-        return group.max(powers, what) if order > 0 else group.min(powers, what)
-    return group.sum(powers, what)
-
-
-def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
-    if math.isinf(order) or order in (0.0, 1.0):
-        return powers
-    return powers.pow(1.0 / order)
 
 
 def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -461,7 +374,7 @@ def _same_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Sha
 def _new_empty(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
     """Room for a copy: autograd accumulates one where somebody else holds the gradient, such as a hook."""
     gradient, size = args[0], args[1]
-    if tuple(size) != tuple(gradient.shape) or _changes(gradient, kwargs):
+    if tuple(size) != tuple(gradient.shape) or changes(gradient, kwargs):
         raise _NeedsWholeError(_explain(func))
     return ShardedGradient(torch.empty_like(gradient.local), gradient.place, gradient.presented)
 
@@ -476,6 +389,16 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Sharde
     if tuple(args[1]) != tuple(args[0].shape):
         raise _NeedsWholeError(_explain(func))
     return _same_tensor(func, args, kwargs)
+
+
+def _index_put(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``gradient[mask] = number``: an elementwise write."""
+    gradient, indices, value, *accumulate = args
+    mask = indices[0] if len(indices) == 1 else None
+    whole_mask = mask is not None and mask.dtype is torch.bool and mask.shape == gradient.shape
+    if not whole_mask or value.numel() != 1 or any(accumulate) or kwargs:
+        raise _NeedsWholeError(_explain(func))
+    return _elementwise(aten.masked_fill_.Tensor, (gradient, mask, value.reshape(())), {})
 
 
 def _drawn(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
@@ -528,6 +451,7 @@ _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
     aten.expand.default: _reshaped,
+    aten.index_put_.default: _index_put,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
@@ -557,6 +481,10 @@ _ELEMENTWISE = {
     aten.empty_like.default,
     aten.full_like.default,
     aten.nan_to_num_.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
 }
 
 
