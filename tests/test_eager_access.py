@@ -213,6 +213,27 @@ def test_a_write_to_a_view_that_is_out_of_date_is_refused(change: str) -> None:
         assert unchanged
 
 
+def _late_array() -> str:
+    """A write that no version counter shows, to memory of before a step: found at the next one."""
+    model: Any = _partitioned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    array = model.one.weight.data.numpy()
+    for _ in range(2):
+        model.one.weight.sum().backward()
+        optimizer.step()
+    array[0] = 1.0
+    try:
+        optimizer.step()
+    except ZeroError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_write_to_an_array_that_is_out_of_date_is_refused_at_the_next_step() -> None:
+    for said in ranks.run(2, _late_array):
+        assert "one.weight was written to after" in said
+
+
 def test_a_replaced_parameter_does_not_care_for_its_old_memory() -> None:
     model: Any = _partitioned()
     alias = model.one.weight.data

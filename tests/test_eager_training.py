@@ -89,3 +89,26 @@ def test_after_the_first_backward_all_gradients_are_of_one_kind(stage: int, twic
             sharded, gradient = found[name]
             assert sharded is (stage > 1)
             torch.testing.assert_close(gradient, p.grad)
+
+
+def _half() -> list[tuple[torch.dtype, float]]:
+    """float16 under a scaler, whose ``unscale_`` takes gradients that show themselves as float32."""
+    torch.manual_seed(0)
+    model = Broken().half()
+    before = model.gain.detach().clone()
+    step = torch.compile(model, backend="zero3", options={"fp16": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(step(torch.randn(4, 6).half()).float().square().mean()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, foreach=True)
+    scaler.step(optimizer)
+    assert norm > 1e-2
+    assert not torch.equal(model.gain, before)
+    return [(p.grad.dtype, float(p.grad.norm())) for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_gradients_of_float16_are_of_one_kind_too() -> None:
+    for found in ranks.run(2, _half):
+        assert {dtype for dtype, _ in found} == {torch.float32}
+        assert sum(norm**2 for _, norm in found) ** 0.5 == pytest.approx(1e-2, rel=1e-3)

@@ -82,6 +82,8 @@ def _by_hand(parameters: Any) -> None:
     for p in parameters:
         p.grad.mul_(0.5).add_(p.detach(), alpha=0.1)
         p.grad /= 3
+        p.grad[p.grad > 0.01] = 0.0
+        p.grad.masked_fill_(p.grad < -0.01, 0.5)
         p.grad = p.grad.clone() + 1e-3
 
 
@@ -223,6 +225,7 @@ def _reads(gradient: Any) -> dict[str, Any]:
         "array": torch.as_tensor(np.asarray(gradient, dtype="float64").copy()),
         "list": torch.tensor(gradient.tolist()),
         "item": torch.tensor(gradient[0, 0].item()),
+        "formatted": f"{gradient[0, 0]:.3f}",
         "shown": str(gradient[0]),
         "saved": torch.load(buffer),
         "pickled": pickle.loads(pickle.dumps(gradient)),
@@ -276,7 +279,10 @@ def test_a_gradient_that_is_gathered_warns_once_and_names_the_place() -> None:
         (lambda g: g.t().data.fill_(1), "writes to a copy"),
         (lambda g: g.cumsum_(0), "full_tensor"),
         (lambda g: g.mul_(torch.ones(2, 1, 1)), "broadcasts a tensor"),
-        (lambda g: g.__setitem__(g > 0, 0.0), "full_tensor"),
+        (lambda g: g.__setitem__(g > 0, torch.ones(3)), "full_tensor"),
+        (lambda g: g.share_memory_(), "no memory to share"),
+        (torch.from_dlpack, "no memory to share"),
+        (lambda g: torch.from_dlpack(g[0]), "full_tensor"),
     ],
 )
 def test_a_write_that_would_be_lost_is_refused(write: Callable[[Any], Any], message: str) -> None:

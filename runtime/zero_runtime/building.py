@@ -40,7 +40,7 @@ class Building:
 
     def finish(self, names: Mapping[str, nn.Parameter]) -> None:
         """The model is built, and known by these names."""
-        self._session.lent.settle()
+        self._session.lent.settle(thorough=True)
         if self.active:
             self.active = False
             self.tidy()

@@ -244,16 +244,21 @@ class Entry:
         """The gradient becomes one whose elements ``[n]`` on this rank are ``part``."""
         parameter, (bucket, _) = self.parameter, self.place
         assert parameter is not None
-        own = part.to(bucket.plan.torch_dtype, copy=True)
-        own = bucket.evict(own).land() if bucket.evicts else own.to(bucket.device)
-        parameter.grad = ShardedGradient(own, self.place, bucket.gradient_dtype)
+        parameter.grad = self._in_parts(part.to(bucket.plan.torch_dtype))
 
     def _as_kept(self, gradient: torch.Tensor) -> torch.Tensor:
         """A whole gradient in the form in which the stage keeps gradients."""
         bucket, slot = self.place
         if isinstance(gradient, ShardedGradient | SpentGradient) or bucket.stage is Stage.OPTIMIZER:
             return gradient
-        return ShardedGradient(bucket.part_of(slot, gradient).clone(), self.place)
+        return self._in_parts(bucket.part_of(slot, gradient))
+
+    def _in_parts(self, part: torch.Tensor) -> ShardedGradient:
+        """The gradient whose elements ``[n]`` on this rank are a copy of ``part``, where graphs leave theirs."""
+        bucket, own = self.place.bucket, part.clone()
+        own = bucket.evict(own).land() if bucket.evicts else own.to(bucket.device)
+        as_stored = own.dtype is bucket.plan.torch_dtype
+        return ShardedGradient(own, self.place, bucket.gradient_dtype if as_stored else None)
 
     def begin_step(self) -> None:
         """Make the user's object its own flat shard, maybe of no elements: optimizer state is born partitioned."""

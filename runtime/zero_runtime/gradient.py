@@ -16,7 +16,7 @@ from zero_runtime.collectives import Group
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.notices import warn_once
-from zero_runtime.pending_norm import PendingNorm, changes
+from zero_runtime.pending_norm import PendingNorm, changes, powers_of
 from zero_runtime.plan import Slot
 from zero_runtime.whole_gradient import WholeGradient, on_copies, read_only, written
 
@@ -93,6 +93,18 @@ class ShardedGradient(torch.Tensor):
         """The whole gradient as nested lists. Collective."""
         return _whole_of(self, "tolist()").tolist()
 
+    def share_memory_(self) -> NoReturn:
+        """Refused: there is no memory of the whole gradient to share.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"a partitioned gradient has no memory to share. {_ADVICE}")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as :meth:`share_memory_`."""
+        self.share_memory_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGradient":
         return ShardedGradient(self.local.clone(), self.place, self.presented)
 
@@ -113,9 +125,9 @@ class ShardedGradient(torch.Tensor):
         handler = _HANDLERS.get(func) or _handler_by_kind(func)
         try:
             return handler(func, args, kwargs)
-        except _NeedsWholeError:
+        except _NeedsWholeError as error:
             if any(isinstance(x, ShardedGradient) for x in written(func, args, kwargs)):
-                raise
+                raise UnsupportedError(str(error)) from None
         return on_copies(func, args, kwargs, lambda g: _whole_of(g, str(func)).plain, cls)
 
 
@@ -303,14 +315,14 @@ def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torc
     order = float(args[1]) if len(args) > 1 else 2.0
     _whole_only(func, args[2:3])
     local = gradient.local if kwargs.get("dtype") is None else gradient.local.to(kwargs["dtype"])
-    return _pending(gradient, _powers(local, order), order)
+    return _pending(gradient, powers_of(local, order), order)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     gradient: ShardedGradient = args[0]
     order = 2.0 if len(args) < 2 or args[1] is None else float(args[1])
     _whole_only(func, args[2:3])
-    return _pending(gradient, _powers(gradient.local, order), order).complete()
+    return _pending(gradient, powers_of(gradient.local, order), order).complete()
 
 
 def _pending(gradient: ShardedGradient, powers: torch.Tensor, order: float) -> PendingNorm:
@@ -321,17 +333,6 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     _refuse_mixed(func, args[0])
     order = float(args[1]) if len(args) > 1 else 2.0
     return [_vector_norm(aten.linalg_vector_norm.default, (g, order), kwargs) for g in args[0]]
-
-
-def _powers(local: torch.Tensor, order: float) -> torch.Tensor:
-    if math.isinf(order):
-        if local.numel() == 0:
-            return local.new_full((), 0.0 if order > 0 else math.inf)
-        return local.abs().amax() if order > 0 else local.abs().amin()
-    if order == 0:
-        return (local != 0).sum().to(local.dtype)
-    norm: torch.Tensor = torch.linalg.vector_norm(local, order)
-    return norm if order == 1 else norm.pow(order)
 
 
 def _sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -409,6 +410,16 @@ def _reshaped(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "Sharde
     return _same_tensor(func, args, kwargs)
 
 
+def _index_put(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``gradient[mask] = number``: an elementwise write."""
+    gradient, indices, value, *accumulate = args
+    mask = indices[0] if len(indices) == 1 else None
+    whole_mask = mask is not None and mask.dtype is torch.bool and mask.shape == gradient.shape
+    if not whole_mask or value.numel() != 1 or any(accumulate) or kwargs:
+        raise _NeedsWholeError(_explain(func))
+    return _elementwise(aten.masked_fill_.Tensor, (gradient, mask, value.reshape(())), {})
+
+
 def _drawn(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> "ShardedGradient":
     """Random elements, as for the whole gradient: every rank draws all of them, and keeps its own."""
     gradient: ShardedGradient = args[0]
@@ -459,6 +470,7 @@ _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
     aten.expand.default: _reshaped,
+    aten.index_put_.default: _index_put,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
@@ -488,6 +500,10 @@ _ELEMENTWISE = {
     aten.empty_like.default,
     aten.full_like.default,
     aten.nan_to_num_.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
 }
 
 

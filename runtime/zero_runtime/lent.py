@@ -39,14 +39,12 @@ class _Loan:
     known: _Content | None
     late: bool = False
 
-    @property
-    def written(self) -> bool:
+    def written(self, thorough: bool) -> bool:
+        """Whether it holds something else; ``thorough``: also if no version counter shows it."""
         known = self.known
-        return (
-            known is None
-            or _version(self.whole) != known.version
-            or fingerprint(self.whole) != known.digest
-        )
+        if known is None or _version(self.whole) != known.version:
+            return True
+        return thorough and fingerprint(self.whole) != known.digest
 
 
 class Lent:
@@ -81,10 +79,11 @@ class Lent:
         self._last = loan
         return loan.whole
 
-    def settle(self, but: Collection[Entry] = ()) -> None:
+    def settle(self, but: Collection[Entry] = (), *, thorough: bool = False) -> None:
         """Put back what was written since, and forget the copies of which no view is left.
 
-        A copy kept for one of the entries ``but`` stays.
+        A copy kept for one of the entries ``but`` stays. ``thorough``: digest copies that are out of date
+        too, which somebody may hold for good.
 
         Raises:
             ZeroError: something was written to a copy whose parameter has changed since.
@@ -93,7 +92,7 @@ class Lent:
             self._loans.append(self._last)
             self._last = None
         loans, self._loans = self._loans, []
-        spoilt = [loan.entry.name for loan in loans if not self._put_back(loan, loans)]
+        spoilt = [x.entry.name for x in loans if not self._put_back(x, loans, thorough)]
         self._loans = [loan for loan in loans if compat.shares_storage(loan.whole)]
         if spoilt:
             raise ZeroError(
@@ -115,12 +114,12 @@ class Lent:
             self._loans.append(self._last)
             self._last = None
         for loan in self._loans:
-            if loan.entry in entries:
+            if loan.entry in entries and not loan.late:
                 loan.known, loan.late = _content(loan.whole), True
 
-    def _put_back(self, loan: _Loan, loans: list[_Loan]) -> bool:
+    def _put_back(self, loan: _Loan, loans: list[_Loan], thorough: bool) -> bool:
         """Store what was written, if that can be: other copies of the entry are out of date then."""
-        if not loan.written:
+        if not loan.written(thorough or not loan.late):
             return True
         if not loan.late:
             self._store(loan.entry, loan.whole.detach())

@@ -1,4 +1,4 @@
-"""Norms of partitioned gradients before they are completed over the ranks, so that all take one collective."""
+"""Norms of partitioned gradients that wait to be completed over the ranks together."""
 
 import math
 from collections.abc import Sequence
@@ -95,8 +95,20 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
     return powers.pow(1.0 / order)
 
 
+def powers_of(local: torch.Tensor, order: float) -> torch.Tensor:
+    """This rank's share of a norm: what is added up over the ranks, or of which the extreme is taken."""
+    if math.isinf(order):
+        if local.numel() == 0:
+            return local.new_full((), 0.0 if order > 0 else math.inf)
+        return local.abs().amax() if order > 0 else local.abs().amin()
+    if order == 0:
+        return (local != 0).sum().to(local.dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, order)
+    return norm if order == 1 else norm.pow(order)
+
+
 def changes(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether ``to(**kwargs)`` makes another tensor of it."""
+    """Whether an operation with these arguments gives another dtype or device than the tensor's."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     return (dtype not in (None, tensor.dtype)) or (
         device is not None and torch.device(device) != tensor.device

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +30,20 @@ class WholeGradient(torch.Tensor):
     def tolist(self) -> Any:
         """As :meth:`torch.Tensor.tolist`."""
         return self.plain.tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain, spec)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: nobody would see what is written there.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a copy of a partitioned gradient, gathered to be read, is not shared with other libraries: take "
+            "p.grad.full_tensor(), on every rank"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.plain.clone()
