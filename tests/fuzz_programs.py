@@ -274,7 +274,7 @@ def _options(program: Program) -> dict[str, Any]:
         found |= {"bf16": True, "reduce_dtype": "float32"}
     if program.offload in ("optimizer", "both"):
         found["offload_optimizer"] = {"device": "cpu"}
-    if program.offload in ("parameters", "both"):
+    if program.offload in ("parameters", "both") and program.stage == 3:
         found["offload_param"] = {"device": "cpu"}
     for name in ("bucket_bytes", "tile_bytes"):
         if getattr(program, name) is not None:
