@@ -1,7 +1,7 @@
 """The part of an optimizer whose state is off the device: updated bucket by bucket, beside the stock step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,15 +104,16 @@ class OffloadedOptimizer:
             self._submit(bucket, of_bucket, unscale)
         self.join()
 
-    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> None:
+    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> Callable[[], None]:
         """Start updating a whole bucket whose reduced gradient ``[chunk]`` is on its way to the host.
 
-        Hyper-parameters are those of this moment.
+        Hyper-parameters are those of this moment. What is returned waits for this and all earlier updates.
         """
         groups = {id(m.group): dict(m.group) for m in self._of(bucket)}
         own = [(m, bucket.local(m.entry.place.slot, gradient.tensor)) for m in self._of(bucket)]
         works = [self._work(m, groups[id(m.group)], g) for m, g in own if len(g)]
         self._submit(bucket, works, 1.0, gradient)
+        return self._streaming(bucket).join
 
     def join(self) -> None:
         """Return once all updates are done and written.
