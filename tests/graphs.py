@@ -166,7 +166,7 @@ def record(
             gm,
             example_inputs,
             inner_compile=_Compiler(capture, lowering, recording, runs=residence is None),
-            config_patches={"custom_partitioner_fn": backend.JointPartitioner(capture, lowering)},
+            config_patches={"custom_partitioner_fn": backend.JointPartitioner(lowering)},
         )
         capture.session.partition()
         return compiled

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from zero_compile.backend import JointPartitioner
+from zero_runtime.plan import Policy
 
 
 def train_once(options: dict[str, object]) -> float:
@@ -64,14 +65,13 @@ def test_code_that_overwrites_saved_tensors_is_not_used_where_they_are_kept():
 
 def test_the_partitioner_stands_in_keys_by_its_name():
     class Held:
-        class session:  # noqa: N801
-            stage = 3
-
+        policy = Policy()
         donated = (0, 2)
 
         def __reduce__(self) -> str:
             raise TypeError("what a session holds is live")
 
-    one, other = (JointPartitioner(Held(), Held()) for _ in range(2))  # type: ignore[arg-type]
+    held = Held()
+    one, other = (JointPartitioner(held) for _ in range(2))  # type: ignore[arg-type]
     assert pickle.dumps(one) == pickle.dumps(other)
     assert copy.deepcopy(one) is one

@@ -5,6 +5,7 @@ the graph goes through :mod:`zero_compile.pipeline` on both sides of AOTAutograd
 compiles what is left, and the parameters are partitioned last, when everything was traced.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from zero_compile.options import parse
 from zero_compile.refusals import refuse_torch_version
 from zero_compile.unseen import refuse_unseen
 from zero_runtime import compat
+from zero_runtime.errors import PlanError
 from zero_runtime.executor import Executor
 from zero_runtime.optimizer import HOOKS
 from zero_runtime.plan import Phase, Stage
@@ -68,7 +70,7 @@ def _compile(
         gm,
         example_inputs,
         inner_compile=GraphCompiler(capture, lowering),
-        config_patches={**patches, "custom_partitioner_fn": JointPartitioner(capture, lowering)},
+        config_patches={**patches, "custom_partitioner_fn": JointPartitioner(lowering)},
     )
     capture.session.partition()
     return capture.bound(compiled)
@@ -82,11 +84,14 @@ HOOKS.install(partial(refuse_unseen, backends=BACKENDS))
 
 
 class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
-    """Cuts the joint graph so that backward gathers again, and lowers both halves together."""
+    """Cuts the joint graph so that backward gathers again, and lowers both halves together.
 
-    def __init__(self, capture: Capture, lowering: Lowering) -> None:
-        self._capture = capture
-        self._lowering = lowering
+    Inductor keeps its config, and so this object, for longer than it compiles: longer than the model may live.
+    The lowering is the caller's, who must keep it until the graph is compiled.
+    """
+
+    def __init__(self, lowering: Lowering) -> None:
+        self._lowering = weakref.ref(lowering)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JointPartitioner":
         """Inductor copies its config for cache keys; what this one holds is live and has no copy."""
@@ -102,14 +107,24 @@ class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
         But for one thing: code that may overwrite saved tensors is not the code of a backward that
         keeps them, and Inductor's keys do not tell the two apart.
         """
-        donated = ",".join(map(str, self._lowering.donated))
-        return f"zero_compile.JointPartitioner.{int(self._capture.session.stage)}.{donated}"
+        lowering = self._live()
+        donated = ",".join(map(str, lowering.donated))
+        return f"zero_compile.JointPartitioner.{int(lowering.policy.stage)}.{donated}"
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        self._lowering.joint(gm)
+        lowering = self._live()
+        lowering.joint(gm)
         halves = compat.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        self._lowering.step(*halves)
+        lowering.step(*halves)
         return halves
+
+    def _live(self) -> Lowering:
+        lowering = self._lowering()
+        if lowering is None:
+            raise PlanError(
+                "Inductor asks for the partition of a graph that was compiled before. Please report it."
+            )
+        return lowering
 
 
 class GraphCompiler:

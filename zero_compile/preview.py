@@ -187,7 +187,7 @@ class _Watcher:
             gm,
             example_inputs,
             inner_compile=_PlanOnly(capture, lowering),
-            config_patches={"custom_partitioner_fn": JointPartitioner(capture, lowering)},
+            config_patches={"custom_partitioner_fn": JointPartitioner(lowering)},
         )
 
     def _hold_the_rest(self, capture: Capture) -> None:

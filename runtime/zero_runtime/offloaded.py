@@ -1,7 +1,11 @@
 """The part of an optimizer whose state is off the device: updated bucket by bucket, beside the stock step."""
 
 import weakref
+<<<<<<< HEAD
 from collections.abc import Collection, Sequence
+=======
+from collections.abc import Callable, Sequence
+>>>>>>> swap-safety
 from typing import Any, NamedTuple
 
 import torch
@@ -108,15 +112,16 @@ class OffloadedOptimizer:
             self._submit(bucket, of_bucket, unscale)
         self.join()
 
-    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> None:
+    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> Callable[[], None]:
         """Start updating a whole bucket whose reduced gradient ``[chunk]`` is on its way to the host.
 
-        Hyper-parameters are those of this moment.
+        Hyper-parameters are those of this moment. What is returned waits for this and all earlier updates.
         """
         groups = {id(m.group): dict(m.group) for m in self._of(bucket)}
         own = [(m, bucket.local(m.entry.place.slot, gradient.tensor)) for m in self._of(bucket)]
         works = [self._work(m, groups[id(m.group)], g) for m, g in own]
         self._submit(bucket, works, 1.0, gradient)
+        return self._streaming(bucket).join
 
     def join(self) -> None:
         """Return once all updates are done and written.

@@ -95,6 +95,7 @@ class Stream:
             if task is None:
                 return
             self._run(task)
+            del task  # what it holds may be a model's last
             with self._lock:
                 self._pending -= 1
                 if not self._pending:

@@ -5,8 +5,9 @@ does nothing with gradients between backward and ``step()``, so it is asked for,
 all the same is refused when it does it.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zero_runtime.bucket import Bucket
@@ -27,11 +28,8 @@ class Updater(Protocol):
     def covers(self, bucket: Bucket) -> bool:
         """Whether it has all of the bucket's parameters."""
 
-    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> None:
-        """Start the bucket's update."""
-
-    def join(self) -> None:
-        """Wait for all updates."""
+    def update_now(self, bucket: Bucket, gradient: Moving | Arriving) -> Callable[[], None]:
+        """Start the bucket's update. What is returned waits for it."""
 
 
 class Updates:
@@ -41,12 +39,14 @@ class Updates:
         self._wanted = wanted
         self._forwards: Counter[Bucket] = Counter()
         self._done: set[Bucket] = set()
-        self._updaters: list[Updater] = []
+        # They hold their parameters, and so whatever lives as long as the model: this session too.
+        self._updaters: weakref.WeakSet[Updater] = weakref.WeakSet()
+        self._running: dict[Callable[[], None], None] = {}
 
     def meet(self, updater: Updater) -> None:
         """An optimizer that may update. Idempotent."""
-        if self._wanted and updater not in self._updaters:
-            self._updaters.append(updater)
+        if self._wanted:
+            self._updaters.add(updater)
 
     def expect(self, buckets: Sequence[Bucket]) -> None:
         """A forward uses ``buckets``: used by two, a bucket's gradient is complete at the step only."""
@@ -61,7 +61,7 @@ class Updates:
             return False
         for updater in self._updaters:
             if updater.has_kernel(bucket) and updater.covers(bucket):
-                updater.update_now(bucket, gradient)
+                self._running[updater.update_now(bucket, gradient)] = None
                 self._done.add(bucket)
                 return True
         return False
@@ -76,8 +76,9 @@ class Updates:
         Raises:
             SwapError: one failed.
         """
-        for updater in self._updaters:
-            updater.join()
+        while self._running:
+            wait, _ = self._running.popitem()
+            wait()
 
     def reset(self) -> None:
         """The script's ``step()`` is over."""
