@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from training import world
 
-from zero_compile import estimate_memory, plans
+from zero_compile import estimate_memory
 from zero_compile.preview import preview
 
 WIDTH, LAYERS = 64, 4
@@ -89,7 +89,7 @@ def test_the_model_may_be_converted_when_it_is_made(convert: Any) -> None:
     assert found.gathered == wide.gathered // 2
 
 
-def _estimates_in_passing() -> list[str]:
+def _estimates_in_passing() -> list[float]:
     """Rank 0 alone asks, before it trains and between steps, for batches of other sizes."""
     model, (x,), _ = make()
     step = torch.compile(model, backend="zero3")
@@ -101,8 +101,9 @@ def _estimates_in_passing() -> list[str]:
         step(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [plan.name for plan in plans(model)]
+    return [float(p.detach().double().sum()) for p in model.parameters()]
 
 
 def test_one_rank_alone_may_ask_before_and_while_all_train() -> None:
-    assert ranks.run(2, _estimates_in_passing) == [["graph0.forward", "graph0.backward"]] * 2
+    first, second = ranks.run(2, _estimates_in_passing)
+    assert first == second

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -171,16 +170,14 @@ def backend_errors() -> Iterator[None]:
         raise failure.inner_exception from None
 
 
-def compiling_apart() -> Any:
-    """Inside it Dynamo compiles for sizes as they are, and leaves no trace in what it compiles afterwards.
-
-    Of a size that changes it would note, for good, that it is dynamic.
-    """
-    return torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False,
-        recompile_limit=sys.maxsize,
-        accumulated_recompile_limit=sys.maxsize,
-    )
+@contextlib.contextmanager
+def compiling_apart() -> Iterator[None]:
+    """Inside it Dynamo begins anew, and so it does afterwards: it counts compilations, and notes sizes."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
 
 
 #: Has Inductor execute kernels in the order that was planned, instead of one that it thinks saves memory:
