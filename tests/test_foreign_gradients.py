@@ -229,9 +229,10 @@ def scripted(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         lambda p: scripted(p, torch.ones(3)),
         lambda p: torch.func.grad(lambda w: w.square().sum())(p),
         lambda p: torch.func.vmap(lambda w: w.square().sum())(p),
+        lambda p: torch.func.grad(lambda w: (torch.ones(2, 3) @ w.t()[:, 1:]).sum())(p),
         lambda p: p.data_ptr(),
     ],
-    ids=["scripted", "grad", "vmap", "pointer"],
+    ids=["scripted", "grad", "vmap", "view", "pointer"],
 )
 def test_code_that_reads_freed_memory_is_told_what_to_do(read: Any) -> None:
     model = nn.Linear(3, 3)

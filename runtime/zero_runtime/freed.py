@@ -34,7 +34,9 @@ def refuse_reads(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Returns ``tensor``.
     """
     if _module is not None and tensor.device.type == "cpu":
-        _module.refuse(tensor.untyped_storage()._cdata, advice(name))
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = extent * tensor.element_size() if tensor.numel() else 0
+        _module.refuse(tensor.untyped_storage()._cdata, nbytes, advice(name))
     return tensor
 
 

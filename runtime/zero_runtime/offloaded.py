@@ -1,11 +1,7 @@
 """The part of an optimizer whose state is off the device: updated bucket by bucket, beside the stock step."""
 
 import weakref
-<<<<<<< HEAD
-from collections.abc import Collection, Sequence
-=======
-from collections.abc import Callable, Sequence
->>>>>>> swap-safety
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
