@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
