@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -24,9 +24,12 @@ from zero_compile.planner.saved import Wanted, candidates
 from zero_compile.tiling import TilePolicy, most_bytes
 from zero_runtime import ops
 from zero_runtime.entry import Entry
+from zero_runtime.errors import PlanError
 from zero_runtime.gradient import Place
 from zero_runtime.offload import Offload
 from zero_runtime.plan import Phase, Plan, Policy, Residence, Stage, dtype_name
+
+_Schedule = TypeVar("_Schedule")
 
 #: Runs stages on a graph of which the last argument is the name: ``pipeline.run``, or one that looks on.
 Run = Callable[[Sequence[Any], GraphModule, str], GraphModule]
@@ -69,7 +72,8 @@ class Lowering:
         if self._options.offload_activations.device != "none":
             self._offload(forward, backward)
         if self._planned:
-            both = plan_step(self._posed(forward), self._posed(backward), self._limits)
+            halves = self._posed(forward), self._posed(backward)
+            both = self._within(lambda limits: plan_step(*halves, limits))
             self._schedules[Phase.FORWARD], self._schedules[Phase.BACKWARD] = both
         for gm, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             self._schedule(gm, phase)
@@ -85,7 +89,7 @@ class Lowering:
             Wanted(section.tier, section.min_bytes),
         )
         halves = self._posed(forward), self._posed(backward)
-        moves = plan_activations(*halves, self._limits, section.tier, found)
+        moves = plan_activations(*halves, self._limits_beside_gradients, section.tier, found)
         for gm, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
             self._run(pipeline.activations(phase, moves), gm, str(phase))
 
@@ -96,7 +100,8 @@ class Lowering:
             self._lay_out(gm)
             self._bucket(gm, phase)
             if self._planned:
-                self._schedules[phase] = plan_graph(self._posed(gm), self._limits)
+                posed = self._posed(gm)
+                self._schedules[phase] = self._within(lambda limits: plan_graph(posed, limits))
             self._schedule(gm, phase)
         return Lowered(gm, self.plans[phase], self._gradients[phase])
 
@@ -206,6 +211,23 @@ class Lowering:
             slots=self._slots,
             tiles=self._capture.tile_buckets,
         )
+
+    @property
+    def _limits_beside_gradients(self) -> Limits:
+        """Of a step whose gradients are added to those of an earlier backward."""
+        limits = self._limits
+        if limits.total is None:
+            return limits
+        held = [p._replace(has_gradient=True) for p in self._held()]
+        earlier = resident(held, self.policy, self._world_size).gradients - self.resident.gradients
+        return replace(limits, total=limits.total - earlier)
+
+    def _within(self, plan: Callable[[Limits], _Schedule]) -> _Schedule:
+        """A schedule with room for gradients of an earlier backward; without, where memory is too small."""
+        try:
+            return plan(self._limits_beside_gradients)
+        except PlanError:
+            return plan(self._limits)
 
     @property
     def _slots(self) -> int:
