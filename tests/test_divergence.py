@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 import zero_compile
 from zero_runtime import agreement, patience
@@ -561,3 +562,28 @@ def test_one_rank_agrees_with_itself(fake_group: FakeGroup) -> None:
     assert group is not None
     with mock.patch.object(agreement.compat, "backend_name", return_value="nccl"):
         agreement_for([group]).check("abc", lambda: OUTLINE, new=True)
+
+
+def _limited() -> str:
+    """Rank 1 alone may compile one version of a function, and calls a second one eagerly."""
+    torch.manual_seed(0)
+    model = Experts()
+    compiled = torch.compile(model, backend="zero3", dynamic=False)
+    x = torch.randn(2, 4)
+    counters.clear()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1 + 7 * (1 - dist.get_rank())):
+            for choice in (0, 1):
+                compiled(x, choice).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        counters.clear()
+    return "no error"
+
+
+def test_a_rank_that_alone_passed_the_recompile_limit_is_named_on_all() -> None:
+    for message in ranks.run(2, _limited):
+        assert message.startswith("DivergenceError"), message
+        assert "Rank 1 has passed torch._dynamo.config.recompile_limit = 1" in message
+        assert "Rank 0 has passed" not in message

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from test_hazards import Chain
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -312,3 +313,22 @@ def test_what_a_partitioned_gradient_cannot_do_is_named(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         use(*gradients)
+
+
+def test_a_model_beyond_the_recompile_limit_is_told_which_one(fake_group: FakeGroup) -> None:
+    fake_group(2)
+    first, second = Chain(), Chain()
+    counters.clear()
+    try:
+        with torch._dynamo.config.patch(accumulated_recompile_limit=1):
+            compiled = [torch.compile(model, backend="zero3") for model in (first, second)]
+            for call in compiled:
+                call(torch.ones(2, 6)).sum().backward()
+            optimizer = torch.optim.SGD(second.parameters(), 0.1)
+            message = (
+                r"has passed torch\._dynamo\.config\.accumulated_recompile_limit = 1, .*reset\(\)"
+            )
+            with pytest.raises(UnsupportedError, match=message):
+                optimizer.step()
+    finally:
+        counters.clear()

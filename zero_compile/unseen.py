@@ -42,6 +42,15 @@ _MIXED = (
 
 def _explain(module: nn.Module, names: Sequence[str]) -> str:
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    limit = compat.recompile_limit_passed()
+    if limit is not None:
+        return (
+            f"Dynamo compiled no graph of {type(module).__name__}, so its parameters ({some}) are neither "
+            f"partitioned nor averaged over the ranks. A function of this process has passed {limit}, after "
+            "which Dynamo compiles no further version of it: raise that limit, or call torch._dynamo.reset() "
+            "before the model's first forward, on every rank; TORCH_LOGS=recompiles shows which function, "
+            "and why. zero_compile.partition(model) makes code that is not compiled right, and slow."
+        )
     return (
         f"Dynamo compiled no graph of {type(module).__name__}, so its parameters ({some}) are neither "
         "partitioned nor averaged over the ranks. It skips a function whose graph breaks inside a loop, "

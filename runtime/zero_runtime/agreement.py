@@ -200,11 +200,35 @@ def _explain(
     other = (
         store.get(_note(theirs)).decode().split("\n") if known else ["something it did not tell"]
     )
-    raise DivergenceError(_difference(dist.get_rank(), outline, _global(group, peer), other))
+    rank, other_rank = dist.get_rank(), _global(group, peer)
+    passed = {
+        rank: _limit(),
+        other_rank: store.get(_limit_of(other_rank)).decode() if known else "",
+    }
+    said = [_limit_advice(r, limit) for r, limit in passed.items() if limit]
+    raise DivergenceError(" ".join([_difference(rank, outline, other_rank, other), *said]))
 
 
 def _tell(digest: str, outline: list[str]) -> None:
-    compat.default_store().set(_note(digest), "\n".join(outline))
+    store = compat.default_store()
+    store.set(_limit_of(dist.get_rank()), _limit())
+    store.set(_note(digest), "\n".join(outline))
+
+
+def _limit() -> str:
+    return compat.recompile_limit_passed() or ""
+
+
+def _limit_of(rank: int) -> str:
+    return f"zero3/limit/{rank}"
+
+
+def _limit_advice(rank: int, limit: str) -> str:
+    return (
+        f"Rank {rank} has passed {limit}: Dynamo compiles no further version of some function there, and "
+        "its operations gather one by one where other ranks run a graph. TORCH_LOGS=recompiles shows which, "
+        "and why; a higher limit or torch._dynamo.reset() on every rank lets it compile again."
+    )
 
 
 def _global(group: dist.ProcessGroup, rank: int) -> int:
@@ -279,8 +303,13 @@ def _wait(work: dist.Work, describe: Describe) -> None:
     except RuntimeError as error:
         raise DivergenceError(
             f"rank {dist.get_rank()} was about to run {describe()[0]}, and a neighbour did not come to do the "
-            f"same. {_ADVICE} The backend says: {error}"
+            f"same. {_ADVICE}{_own_limit()} The backend says: {error}"
         ) from error
+
+
+def _own_limit() -> str:
+    limit = _limit()
+    return f" {_limit_advice(dist.get_rank(), limit)}" if limit else ""
 
 
 def _waiting(group: dist.ProcessGroup, peer: int, describe: Describe) -> str:

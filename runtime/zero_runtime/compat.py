@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import (
     min_cut_rematerialization_partition as min_cut_rematerialization_partition,
@@ -72,6 +74,17 @@ def called_from(package: str) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def recompile_limit_passed() -> str | None:
+    """The limit of Dynamo's that a function of this process has passed, after which it runs uncompiled."""
+    for message in counters["unimplemented"]:
+        found = re.search(
+            r"exceeding the (\w+) cache size limit \(currently set to (\d+)\)", message
+        )
+        if found is not None:
+            return f"torch._dynamo.config.{found[1]} = {found[2]}"
+    return None
 
 
 def is_compiling() -> bool:
