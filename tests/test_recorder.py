@@ -53,6 +53,32 @@ def test_the_timeline_of_the_last_step_has_every_transfer_in_the_planned_order()
         assert 256 * 257 * 4 <= peak <= 4 * 257 * 257 * 4
 
 
+def _kept() -> tuple[list[str], set[str]]:
+    """The buckets gathered in the last step, with memory to keep them, and those that are kept."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    options = {"record": True, "bucket_bytes": 1 << 14, "device_memory": "1GiB"}
+    compiled = torch.compile(model, backend="zero3", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (timeline,) = zero_compile.timelines(model)
+    forward = zero_compile.plans(model)[0]
+    kept = {forward.buckets[b].slots[0].name for b in forward.kept}
+    moved = [e for e in timeline.events if e.channel is Channel.ALL_GATHER]
+    return [e.name.split(" ")[0] for e in moved], kept
+
+
+def test_a_bucket_that_is_kept_for_backward_is_gathered_once() -> None:
+    for gathered, kept in ranks.run(2, _kept):
+        assert kept
+        for name in kept:
+            assert gathered.count(name) == 1
+
+
 def test_a_recorded_timeline_is_shown_by_the_tool(tmp_path: Path) -> None:
     from tools.document import read
 

@@ -132,7 +132,10 @@ class Executor:
         self._flights[StepKind.ALL_GATHER_START, bucket] = flight
         self._dtypes[bucket] = dtype
         held = self._buckets[bucket].plan.gathered_bytes(dtype)
-        self.session.observer.started(StepKind.ALL_GATHER_START, bucket, held)
+        if (
+            flight.transfer is not _KEPT
+        ):  # else nothing moves: the memory has been there since forward
+            self.session.observer.started(StepKind.ALL_GATHER_START, bucket, held)
         self._gathered += held
         self.session.gathered_peak = max(self.session.gathered_peak, self._gathered)
 
@@ -140,7 +143,7 @@ class Executor:
         """The gathered bucket, flat, once it has arrived."""
         gathered = self._land(StepKind.ALL_GATHER_WAIT, bucket)
         if bucket in self.plan.kept:
-            self._carry(bucket, Flight(gathered, Done()))
+            self._carry(bucket, Flight(gathered, _KEPT))
         return gathered
 
     def _carry(self, bucket: int, flight: Flight) -> None:
@@ -290,7 +293,8 @@ class Executor:
             raise PlanError(f"{self.plan.name}: {_say((kind, bucket))} ran before its start")
         self.session.observer.waits()
         landed = flight.land()
-        self.session.observer.arrived(_WAITS[kind], bucket)
+        if flight.transfer is not _KEPT:
+            self.session.observer.arrived(_WAITS[kind], bucket)
         return landed
 
     def _finish(self) -> None:
@@ -343,6 +347,10 @@ _WAITS = {
     StepKind.REDUCE_SCATTER_WAIT: StepKind.REDUCE_SCATTER_START,
     StepKind.RELOAD_WAIT: StepKind.RELOAD_START,
 }
+
+
+#: The transfer of a bucket that the graph before has kept.
+_KEPT = Done()
 
 
 def _name(bucket: Bucket) -> str:
