@@ -68,12 +68,24 @@ class Program:
     tile_bytes: int | None
     schedule: str
     mesh: bool
+    init: bool
     steps: tuple[Step, ...]
     seed: int
 
 
 #: What may happen before a step: nothing, or something that changes no number of the training.
-BEFORE = ("nothing", "evaluate", "load own", "convert", "read", "hold", "unfreeze", "add group")
+BEFORE = (
+    "nothing",
+    "evaluate",
+    "load own",
+    "resume",
+    "compile anew",
+    "convert",
+    "read",
+    "hold",
+    "unfreeze",
+    "add group",
+)
 
 steps = st.builds(
     Step,
@@ -89,7 +101,7 @@ programs = st.builds(
     parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(tuple),
     frozen=st.frozensets(st.integers(0, 4), max_size=2),
     stage=st.sampled_from([1, 2, 3, 3]),
-    dtype=st.sampled_from(["float32", "float32", "bfloat16"]),
+    dtype=st.sampled_from(["float32", "float32", "float32", "bfloat16", "float16"]),
     optimizer=st.sampled_from(["SGD", "AdamW"]),
     scaler=st.booleans(),
     offload=st.sampled_from(["", "", "optimizer", "parameters", "both"]),
@@ -97,6 +109,7 @@ programs = st.builds(
     tile_bytes=st.sampled_from([None, None, 96]),
     schedule=st.sampled_from(["planned", "one_ahead", "on_demand"]),
     mesh=st.booleans(),
+    init=st.booleans(),
     steps=st.lists(steps, min_size=2, max_size=4).map(tuple),
     seed=st.integers(0, 1 << 20),
 )
@@ -237,7 +250,7 @@ class _Side:
         kinds = {"SGD": {"lr": 0.05, "momentum": 0.9}, "AdamW": {"lr": 0.01, "weight_decay": 0.1}}
         kind = getattr(torch.optim, program.optimizer)
         self.optimizer = kind([self._stepped(p) for p in self.trained], **kinds[program.optimizer])
-        scale = program.scaler and program.dtype == "float32"
+        scale = program.dtype == "float16" or (program.scaler and program.dtype == "float32")
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scale)
 
     def _stepped(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -270,8 +283,11 @@ class _Side:
 
 def _options(program: Program) -> dict[str, Any]:
     found: dict[str, Any] = {"schedule": program.schedule}
-    if program.dtype == "bfloat16":
-        found |= {"bf16": True, "reduce_dtype": "float32"}
+    if program.dtype != "float32":
+        found |= {
+            "bf16" if program.dtype == "bfloat16" else "fp16": True,
+            "reduce_dtype": "float32",
+        }
     if program.offload in ("optimizer", "both"):
         found["offload_optimizer"] = {"device": "cpu"}
     if program.offload in ("parameters", "both") and program.stage == 3:
@@ -287,7 +303,7 @@ def _options(program: Program) -> dict[str, Any]:
 
 
 def _tolerance(program: Program) -> float:
-    return 3e-2 if program.dtype == "bfloat16" else 2e-4
+    return {"float32": 2e-4, "bfloat16": 3e-2, "float16": 1e-2}[program.dtype]
 
 
 def _compare(
@@ -323,6 +339,10 @@ def _meanwhile(what: str, side: _Side, number: int) -> None:
         model.train()
     elif what == "load own":
         model.load_state_dict(model.state_dict())
+    elif what == "resume":
+        side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+    elif what == "compile anew":
+        torch._dynamo.reset()
     elif what == "convert":
         model.to("cpu").to(getattr(torch, program.dtype))
     elif what == "read":
@@ -375,14 +395,16 @@ def _train(program: Program) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(program.seed)
     dtype = getattr(torch, program.dtype)
-    model = Model(program).to(dtype)
-    reference = copy.deepcopy(model)
+    reference = Model(program).to(dtype)
+    torch.manual_seed(program.seed)
+    with zero_compile.Init() if program.init and program.stage == 3 else contextlib.nullcontext():
+        model = Model(program).to(dtype)
     options = _options(program)
     if "experts" in program.parts:
         zero_compile.partition(model, options, stage=program.stage)
     compiled = torch.compile(model, backend=f"zero{program.stage}", options=options)
     ours = _Side(program, model, compiled, masters=False)
-    theirs = _Side(program, reference, reference, masters=program.dtype == "bfloat16")
+    theirs = _Side(program, reference, reference, masters=program.dtype != "float32")
     number, tol = 0, _tolerance(program)
     for count, step in enumerate(program.steps):
         if step.before == "hold":

@@ -27,6 +27,7 @@ def _program(*parts: str, steps: tuple[Step, ...], **changes: object) -> Program
         tile_bytes=None,
         schedule="planned",
         mesh=False,
+        init=False,
         steps=steps,
         seed=0,
     )
@@ -38,6 +39,7 @@ FOUND = {
     "a leaf that is frozen, in the middle": _program(
         "experts", "linear", frozen=frozenset({0}), steps=(_step(),) * 2
     ),
+    "weight norm under Init": _program("normed", init=True, steps=(_step(),) * 2),
 }
 
 

@@ -332,3 +332,12 @@ def test_a_model_beyond_the_recompile_limit_is_told_which_one(fake_group: FakeGr
                 optimizer.step()
     finally:
         counters.clear()
+
+
+def test_another_parameter_of_a_partitioned_one_is_refused_with_what_to_write() -> None:
+    model = nn.Linear(2, 2)
+    zero_compile.partition(model)
+    with pytest.raises(
+        UnsupportedError, match=r"^nn\.Parameter\(\) of weight.*detach\(\)\.clone\(\)"
+    ):
+        nn.Parameter(model.weight)

@@ -108,6 +108,8 @@ def _for_one_operation(
         return _plain(func, args, kwargs)
     if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
         return _memory(func, args[0])
+    if func == torch.Tensor.detach and _caller(sys._getframe(1)) == "torch.nn.parameter":
+        return _parameter_of(args[0])
     used = {p.session.entry(p): p for p in _parameters((args, kwargs))}
     for session in {p.session for p in used.values()}:
         session.lent.settle(but=used)
@@ -143,19 +145,34 @@ def _memory(func: Callable[..., Any], parameter: ShardedParameter) -> Any:
         return func(as_plain(parameter))
     if func == torch.Tensor.untyped_storage:
         return entry.no_memory
-    if _asked_by_torch(sys._getframe(1)):
+    if _caller(sys._getframe(1)).split(".")[0] == "torch":
         return 0
     raise UnsupportedError(advice(entry.name))
 
 
-def _asked_by_torch(frame: FrameType | None) -> bool:
-    """Whether the code that called one of our hooks is torch's."""
+def _parameter_of(parameter: ShardedParameter) -> nn.Parameter:
+    """``nn.Parameter(parameter)``: while the model is built another parameter of it, with the same value."""
+    session = parameter.session
+    entry = session.entry(parameter)
+    if not session.building.taking:
+        raise UnsupportedError(
+            f"nn.Parameter() of {entry.name}, which is partitioned, would be a whole copy that nothing "
+            "partitions: write nn.Parameter(parameter.detach().clone()) for one, or make it before the first "
+            "forward."
+        )
+    other = nn.Parameter(session.gather_whole(parameter), parameter.requires_grad)
+    session.building.take(entry.name, other)
+    return other
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The module whose code called one of our hooks."""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name = str(frame.f_globals.get("__name__", ""))
         if name != "torch._dynamo.eval_frame" and name.split(".")[0] != "zero_runtime":
-            return bool(name.split(".")[0] == "torch")
+            return name
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _data(parameter: ShardedParameter) -> torch.Tensor:
