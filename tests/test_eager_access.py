@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from test_hazards import Chain
 from torch import nn
 
@@ -240,3 +241,120 @@ def test_a_replaced_parameter_does_not_care_for_its_old_memory() -> None:
     model.one.weight.data = torch.ones(6, 6)
     alias.fill_(3.0)
     assert torch.equal(model.one.weight, torch.ones(6, 6))
+
+
+def _communicated() -> list[float]:
+    """A user's own collectives on parameters, which no version counter shows."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    expected = model.weight.detach().clone()
+    zero_compile.partition(model)
+    size, worst = dist.get_world_size(), []
+    with torch.no_grad():
+        dist.all_reduce(model.weight)
+        expected *= size
+        worst.append(float((model.weight.detach() - expected).abs().max()))
+        dist.all_reduce(model.weight, async_op=True).wait()
+        expected *= size
+        worst.append(float((model.weight.detach() - expected).abs().max()))
+        dist.broadcast(model.weight, src=0)
+        worst.append(float((model.weight.detach() - expected).abs().max()))
+        torch.add(expected, 1.0, out=model.weight)
+        worst.append(float((model.weight.detach() - expected - 1.0).abs().max()))
+    return worst
+
+
+@pytest.mark.filterwarnings("ignore:.*partitioned parameter")
+def test_what_a_users_own_collective_or_out_writes_is_kept() -> None:
+    for worst in ranks.run(2, _communicated):
+        assert max(worst) < 1e-6, worst
+
+
+class Around(nn.Module):
+    """A module around one, so that Dynamo compiles it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def _fused_step(parameters: list[nn.Parameter]) -> None:
+    gradients = [torch.ones(3, 3), torch.ones(3)]
+    rest = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False}
+    torch._fused_sgd_(parameters, gradients, [], **rest, maximize=False, is_first_step=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*partitioned parameter")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ps: torch._foreach_mul_(ps, 0.5),
+        lambda ps: torch._foreach_copy_(ps, [torch.ones(3, 3), torch.ones(3)]),
+        lambda ps: torch._foreach_lerp_(ps, [torch.ones(3, 3), torch.ones(3)], 0.1),
+        lambda ps: torch._foreach_add_(ps, [p * 2 for p in ps]),
+        lambda ps: torch.mm(ps[0], ps[0].clone(), out=ps[0]),
+        lambda ps: torch.ops.aten.add.out(ps[0], torch.ones(3, 3), out=ps[0]),
+        lambda ps: nn.functional.relu(ps[0], inplace=True),
+        lambda ps: nn.functional.embedding(torch.tensor([0, 1]), ps[0], max_norm=0.1),
+        lambda ps: torch.linalg.qr(ps[0], out=(ps[0], torch.empty(3, 3))),
+        lambda ps: [row.add_(1) for row in ps[0].split(1)],
+        _fused_step,
+    ],
+    ids=[
+        "mul",
+        "copy",
+        "lerp",
+        "add",
+        "out",
+        "aten-out",
+        "inplace",
+        "renorm",
+        "two-outs",
+        "split",
+        "fused",
+    ],
+)
+def test_whatever_writes_to_parameters_writes_to_them(
+    change: Callable[[list[nn.Parameter]], Any],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    plain = copy.deepcopy(model)
+    zero_compile.partition(model)
+    for m in (model, plain):
+        with torch.no_grad():
+            change(list(m.parameters()))
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), expected.detach())
+
+
+def test_a_list_of_leaves_is_not_written_to_while_gradients_are_on() -> None:
+    model = nn.Linear(3, 3)
+    zero_compile.partition(model)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*whole gradient", "ignore:.*partitioned parameter")
+@pytest.mark.parametrize("together", [False, True])
+def test_a_step_written_by_hand_is_a_step(together: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(Around(model), backend="zero3")
+    for m in (compiled, plain):
+        m(torch.ones(2, 3)).square().sum().backward()
+    for m in (model, plain):
+        parameters, gradients = list(m.parameters()), [p.grad for p in m.parameters()]
+        with torch.no_grad():
+            if together:
+                torch._foreach_add_(parameters, gradients, alpha=-0.1)
+            else:
+                for p, g in zip(parameters, gradients, strict=True):
+                    p.add_(g, alpha=-0.1)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), expected.detach())

@@ -42,7 +42,7 @@ class _Loan:
     def written(self, thorough: bool) -> bool:
         """Whether it holds something else; ``thorough``: also if no version counter shows it."""
         known = self.known
-        if known is None or _version(self.whole) != known.version:
+        if known is None or version_of(self.whole) != known.version:
             return True
         return thorough and fingerprint(self.whole) != known.digest
 
@@ -134,9 +134,9 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _content(whole: torch.Tensor) -> _Content:
-    return _Content(_version(whole), fingerprint(whole))
+    return _Content(version_of(whole), fingerprint(whole))
 
 
-def _version(whole: torch.Tensor) -> int:
+def version_of(whole: torch.Tensor) -> int:
     """How often the tensor was written to; one made in inference mode does not count."""
     return 0 if whole.is_inference() else whole._version

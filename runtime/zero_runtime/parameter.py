@@ -5,11 +5,12 @@ model stay. The class carries the session, so no attribute is hung on the parame
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_runtime import compat
@@ -17,6 +18,7 @@ from zero_runtime.buffers import aliases
 from zero_runtime.compat import pytree
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.freed import advice
+from zero_runtime.lent import version_of
 from zero_runtime.notices import warn_once
 
 if TYPE_CHECKING:
@@ -123,16 +125,31 @@ def _for_one_operation(
     return _on_copies(func, args, kwargs)
 
 
-def _on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The operation on gathered copies; those that it returns a view of are watched for writes."""
+def _on_copies(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    written: Sequence["ShardedParameter"] = (),
+) -> Any:
+    """The operation on gathered copies. What it writes to one is kept: to those ``written``, and to those
+    whose version counter shows it. One that it returns a view of is watched for later writes.
+    """
+    changed = {id(p) for p in written}
     copies = {p: _gathered(p) for p in _parameters((args, kwargs))}
+    versions = {p: version_of(c) for p, c in copies.items()}
     hidden = func in _EXPORTS
     shown = {p: c.detach() if hidden and not c.requires_grad else c for p, c in copies.items()}
     replace = lambda x: shown[x] if isinstance(x, ShardedParameter) else x  # noqa: E731
     results = _plain(func, *pytree.tree_map(replace, (args, kwargs)))
+    sent = getattr(func, "__module__", "") == _COLLECTIVES
+    if sent and isinstance(results, dist.Work):
+        results.wait()
     for parameter, whole in copies.items():
-        if not parameter.session.building.active and (hidden or aliases(whole, results)):
-            parameter.session.lent.lend(parameter.session.entry(parameter), whole)
+        session = parameter.session
+        if sent or id(parameter) in changed or version_of(whole) != versions[parameter]:
+            session.store_whole(parameter, whole.detach())
+        if not session.building.active and (hidden or aliases(whole, results)):
+            session.lent.lend(session.entry(parameter), whole)
     return results
 
 
@@ -219,7 +236,9 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """An in-place operation: done on the whole parameter, of which each rank keeps its part."""
     target = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(target, ShardedParameter):
-        return _plain(func, *pytree.tree_map(_gathered, (args, kwargs)))
+        if any(p.requires_grad for p in _parameters(target)) and torch.is_grad_enabled():
+            raise RuntimeError(_LEAF)
+        return _on_copies(func, args, kwargs, written=_parameters(target))
     building = target.session.building
     if func == _DATA_SET:
         alike = _same_kind(target, args[1]) and target.stride() == args[1].stride()
@@ -229,10 +248,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         func = torch.Tensor.copy_
         target.session.lent.forget(target.session.entry(target))
     elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation. "
-            "Put it under torch.no_grad()."
-        )
+        raise RuntimeError(_LEAF)
     with torch.no_grad():
         others = lambda x: x if x is target else _gathered(x)  # noqa: E731
         operands = pytree.tree_map(others, (args, kwargs))
@@ -305,6 +321,14 @@ def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
         "one operation, on every rank. Move the operation under torch.compile to make it cheap.",
     )
 
+
+_LEAF = (
+    "a leaf Variable that requires grad is being used in an in-place operation. "
+    "Put it under torch.no_grad()."
+)
+
+#: Functions of this module write to tensors that they are given, and say so in no version counter.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
