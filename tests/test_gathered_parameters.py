@@ -266,7 +266,7 @@ def _raising() -> dict[str, bool]:
     try:
         with GatheredParameters(model, modifier_rank=9):
             pass
-    except GroupError as error:
+    except OptionError as error:
         facts["no such rank"] = "rank 9" in str(error) and _same(model, plain)
     return facts
 

@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 from initialised import MODELS, EveryInit, differing, logits, make, tokens
+from storages import live_storages
 from torch import nn
 from training import mine
 
@@ -150,18 +151,12 @@ def test_no_rank_holds_more_than_its_part_and_about_one_whole_parameter() -> Non
 
 def _held_while_building() -> list[int]:
     """Bytes of tensors that are alive after each layer, beside the shards."""
-    import gc
-
     held = []
     with zero_compile.Init():
         layers = []
         for _ in range(6):
             layers.append(nn.Linear(256, 256))
-            alive = {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in gc.get_objects()
-                if issubclass(type(t), torch.Tensor) and t.numel() == 256 * 256
-            }
+            alive = live_storages(lambda t: t.numel() == 256 * 256)
             held.append(sum(alive.values()))
     return held
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from storages import live_storages
 from swaps import held_in, settled
 from torch import nn
 
@@ -42,11 +43,7 @@ def train(options: dict[str, Any], folder: Path) -> "weakref.ref[object]":
 
 def held() -> tuple[int, int, int]:
     """Threads, descriptors, and bytes of tensors."""
-    storages = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in gc.get_objects()
-        if type(each) in (torch.Tensor, nn.Parameter)
-    }
+    storages = live_storages(lambda each: type(each) in (torch.Tensor, nn.Parameter))
     threads, descriptors = (len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd"))
     return threads, descriptors, sum(storages.values())
 

@@ -156,7 +156,7 @@ class Allocations:
 def _hold_until_the_wait(_: Any, packed: torch.Tensor, shard: torch.Tensor) -> Any:
     """A reduction's memory as a real transport has it: the fake group would drop it at once."""
     received = torch.empty_like(packed)
-    return collectives._PeerReduction(packed=packed, received=received, shard=shard)
+    return collectives._PeerReduction(0, packed=packed, received=received, shard=shard)
 
 
 class Found(NamedTuple):

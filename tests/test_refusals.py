@@ -281,13 +281,6 @@ def test_a_wrapper_that_does_the_same_job_is_refused(how: str, message: str) -> 
         assert message in said, said
 
 
-def test_eager_use_before_the_first_graph_is_refused_with_what_to_do() -> None:
-    model = Chain()
-    early = model.one(torch.ones(2, 6, requires_grad=True))
-    with pytest.raises(Exception, match="run the model once under"):
-        torch.compile(model, backend="zero3")(early)
-
-
 def test_after_a_pass_without_gradients_eager_use_before_the_graph_is_right() -> None:
     torch.manual_seed(0)
     model = Chain()
