@@ -247,7 +247,10 @@ class _Side:
         self.masters = (
             {p: p.detach().float().clone() for p in model.parameters()} if masters else {}
         )
-        kinds = {"SGD": {"lr": 0.05, "momentum": 0.9}, "AdamW": {"lr": 0.01, "weight_decay": 0.1}}
+        kinds = {
+            "SGD": {"lr": 0.05, "momentum": 0.9},
+            "AdamW": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+        }
         kind = getattr(torch.optim, program.optimizer)
         self.optimizer = kind([self._stepped(p) for p in self.trained], **kinds[program.optimizer])
         scale = program.dtype == "float16" or (program.scaler and program.dtype == "float32")
