@@ -347,7 +347,11 @@ def _meanwhile(what: str, side: _Side, number: int) -> None:
     elif what == "compile anew":
         torch._dynamo.reset()
     elif what == "convert":
-        model.to("cpu").to(getattr(torch, program.dtype))
+        model.to("cpu")
+        if (
+            program.dtype != "float16"
+        ):  # it would cast gradients that stand as float32 for GradScaler
+            model.to(getattr(torch, program.dtype))
     elif what == "read":
         with torch.no_grad():
             sum(float(p.detach().sum()) for p in model.parameters())
@@ -400,9 +404,11 @@ def _train(program: Program) -> None:
     dtype = getattr(torch, program.dtype)
     reference = Model(program).to(dtype)
     torch.manual_seed(program.seed)
-    with zero_compile.Init() if program.init and program.stage == 3 else contextlib.nullcontext():
-        model = Model(program).to(dtype)
     options = _options(program)
+    built = {name: value for name, value in options.items() if name != "leaf_modules"}
+    inside = program.init and program.stage == 3
+    with zero_compile.Init(options=built) if inside else contextlib.nullcontext():
+        model = Model(program).to(dtype)
     if "experts" in program.parts:
         zero_compile.partition(model, options, stage=program.stage)
     compiled = torch.compile(model, backend=f"zero{program.stage}", options=options)
