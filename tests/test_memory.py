@@ -117,7 +117,7 @@ def test_clearing_gradients_returns_their_memory() -> None:
     assert returned >= held > 0
 
 
-def _steady() -> tuple[int, int]:
+def _steady() -> tuple[tuple[int, int], tuple[int, int]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     compiled = torch.compile(model, backend="zero3", options={"bucket_bytes": 1 << 18})
@@ -127,7 +127,7 @@ def _steady() -> tuple[int, int]:
         compiled(torch.randn(4, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(native.stats().os_allocations)
+        seen.append((native.stats().os_allocations, native.stats().held))
     return seen[2], seen[-1]
 
 
@@ -138,5 +138,12 @@ def _steady() -> tuple[int, int]:
     strict=False,
 )
 def test_steady_steps_ask_the_operating_system_for_nothing() -> None:
-    for early, late in ranks.run(2, _steady):
+    for (early, _), (late, _) in ranks.run(2, _steady):
         assert early == late
+
+
+@pytest.mark.generated_kernels
+@pytest.mark.skipif(not native.AVAILABLE, reason="the arena is the extension's")
+def test_steady_steps_hold_no_more_from_step_to_step() -> None:
+    for (_, early), (_, late) in ranks.run(2, _steady):
+        assert 0 < late <= early

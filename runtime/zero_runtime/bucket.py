@@ -93,6 +93,10 @@ class Bucket:
         """The bucket that holds the elements: this one, unless it is a part of another."""
         return self
 
+    def home_slot(self, slot: Slot) -> Slot:
+        """The slot's parameter at :attr:`home`."""
+        return slot
+
     def share_of(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
         """Where the slot's gradient belongs in ``own``, that of the whole parameter at :attr:`home`: a view."""
         return own

@@ -132,9 +132,7 @@ class Executor:
         self._flights[StepKind.ALL_GATHER_START, bucket] = flight
         self._dtypes[bucket] = dtype
         held = self._buckets[bucket].plan.gathered_bytes(dtype)
-        if (
-            flight.transfer is not _KEPT
-        ):  # else nothing moves: the memory has been there since forward
+        if flight.transfer is not _KEPT:
             self.session.observer.started(StepKind.ALL_GATHER_START, bucket, held)
         self._gathered += held
         self.session.gathered_peak = max(self.session.gathered_peak, self._gathered)
@@ -178,7 +176,7 @@ class Executor:
         """Add whole gradients to those of their parameters. Copies: the graph goes on using the memory."""
         for slot, gradient in zip(slots, gradients, strict=True):
             refuse_sparse(slot.name, gradient)
-            home = slot if bucket.home is bucket else bucket.home.plan.slots[0]
+            home = bucket.home_slot(slot)
             if home not in self._own:
                 self._own[home] = whole_like(Place(bucket.home, home)).zero_()
             bucket.share_of(slot, self._own[home]).add_(gradient)
@@ -187,7 +185,7 @@ class Executor:
         """What was put off for these slots, each once, though a graph may reduce a tile twice."""
         found = {}
         for slot in slots:
-            home = slot if bucket.home is bucket else bucket.home.plan.slots[0]
+            home = bucket.home_slot(slot)
             if home in self._along and slot not in self._taken:
                 found[slot] = bucket.share_of(slot, self._along[home])
                 self._taken.add(slot)
@@ -338,7 +336,7 @@ class Executor:
             return self.session.late.keep(place, self._own[place.slot])
         if self.session.updates.has(place.bucket):
             return SpentGradient(place)
-        return self.session.reduced_gradient(place, reduced)
+        return self.session.returned_gradient(place, reduced)
 
 
 #: Each wait that may change places with others, and the start it waits for.

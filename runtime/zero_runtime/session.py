@@ -381,6 +381,13 @@ class Session:
         self.agree(f"a reduction of {slot.name} outside the graphs, bucket {bucket.serial}")
         return self.reduced_gradient(entry.place, bucket.reduce([slot], [gradient]))
 
+    def returned_gradient(self, place: Place, reduced: torch.Tensor) -> torch.Tensor:
+        """As :meth:`reduced_gradient`, for autograd, which brings it to :meth:`arriving`."""
+        gradient = self.reduced_gradient(place, reduced)
+        if self.stage is Stage.OPTIMIZER:
+            self._averaged[place] = _identity(gradient)
+        return gradient
+
     def arriving(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor | None:
         """The mean of a plain gradient that autograd is about to accumulate; None if it is that already.
 
@@ -431,7 +438,7 @@ class Session:
             with_it = {slot: along[slot] for slot in slots if slot in along}
             reduced = bucket.reduce(slots, [gradients[n] for n in numbers], with_it)
             for number in numbers:
-                averaged[number] = self.reduced_gradient(entries[number].place, reduced)
+                averaged[number] = self.returned_gradient(entries[number].place, reduced)
         self.late.reduce_after_backward()
         return averaged
 
@@ -439,9 +446,7 @@ class Session:
         """A parameter's gradient out of its reduced bucket, in the form the stage keeps."""
         bucket, slot = place
         if self.stage is Stage.OPTIMIZER:
-            whole = bucket.whole(slot, reduced).to(bucket.gradient_dtype)
-            self._averaged[place] = _identity(whole)
-            return whole
+            return bucket.whole(slot, reduced).to(bucket.gradient_dtype)
         return ShardedGradient(bucket.local(slot, reduced), place, bucket.gradient_dtype)
 
     def place(self, entries: Sequence[Entry]) -> None:

@@ -90,6 +90,10 @@ class Tile(Bucket):
             return super().empty_shard()
         return self._whole.room_for(self)
 
+    def home_slot(self, slot: Slot) -> Slot:
+        """The one slot of the tiled bucket."""
+        return self._whole.plan.slots[0]
+
     def share_of(self, slot: Slot, own: torch.Tensor) -> torch.Tensor:
         """The tile's rows or columns of ``own``, a gradient of the whole parameter."""
         plan = self._whole.plan
