@@ -96,6 +96,7 @@ steps = st.builds(
     twice=st.booleans(),
     before=st.sampled_from(BEFORE),
 )
+# Inductor alone fails too at weight norm's backward in float16.
 programs = st.builds(
     Program,
     parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(tuple),
@@ -112,7 +113,7 @@ programs = st.builds(
     init=st.booleans(),
     steps=st.lists(steps, min_size=2, max_size=4).map(tuple),
     seed=st.integers(0, 1 << 20),
-)
+).filter(lambda program: not (program.dtype == "float16" and "normed" in program.parts))
 
 
 class _Square(torch.autograd.Function):

@@ -39,6 +39,9 @@ FOUND = {
     "a leaf that is frozen, in the middle": _program(
         "experts", "linear", frozen=frozenset({0}), steps=(_step(),) * 2
     ),
+    "float16 and a loss scale before any graph has used a parameter, at stage 1": _program(
+        "eager", "checkpointed", stage=1, dtype="float16", scaler=True, steps=(_step(clip=0.1),) * 2
+    ),
     "weight norm under Init": _program("normed", init=True, steps=(_step(),) * 2),
 }
 

@@ -249,8 +249,10 @@ class Entry:
     def _as_kept(self, gradient: torch.Tensor) -> torch.Tensor:
         """A whole gradient in the form in which the stage keeps gradients."""
         bucket, slot = self.place
-        if isinstance(gradient, ShardedGradient | SpentGradient) or bucket.stage is Stage.OPTIMIZER:
+        if isinstance(gradient, ShardedGradient | SpentGradient):
             return gradient
+        if bucket.stage is Stage.OPTIMIZER:
+            return gradient.to(bucket.gradient_dtype)
         return self._in_parts(bucket.part_of(slot, gradient))
 
     def _in_parts(self, part: torch.Tensor) -> ShardedGradient:

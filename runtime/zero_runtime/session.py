@@ -371,7 +371,7 @@ class Session:
             return self.late.keep(entry.place, whole_like(entry.place).copy_(gradient))
         self.late.reduce_after_backward()
         if not entry.placed or self.stage is Stage.OPTIMIZER:
-            if self.stage is not Stage.OPTIMIZER:
+            if not entry.placed:
                 compat.after_backward(self._partition_trained)
             what = f"an average of the gradient of {entry.name} outside the compiled graphs"
             averaged = self.group.average(gradient.clone(), what)
