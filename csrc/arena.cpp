@@ -14,6 +14,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kCacheLine = 64;
 constexpr size_t kLarge = size_t{1} << 20;
+constexpr size_t kSlack = size_t{8} << 20;
 
 // Below a page the capacities are powers of two, further apart than the slack a fit may have:
 // small blocks are only ever reused within their class.
@@ -58,6 +59,8 @@ void* Arena::Take(int64_t nbytes) {
   STD_TORCH_CHECK(block.data != nullptr, "arena_take: out of memory, cannot get ", nbytes,
                   " bytes (", stats_.live, " bytes are in use)");
   live_[block.data] = {block.capacity, nbytes};
+  in_use_ += block.capacity;
+  most_in_use_ = std::max(most_in_use_, in_use_);
   stats_.live += nbytes;
   stats_.peak = std::max(stats_.peak, stats_.live);
   stats_.takes += 1;
@@ -70,6 +73,7 @@ void Arena::Give(void* data) noexcept {
   if (found == live_.end()) return;
   free_.emplace(found->second.capacity, data);
   stats_.live -= found->second.requested;
+  in_use_ -= found->second.capacity;
   live_.erase(found);
 }
 
@@ -86,6 +90,7 @@ void Arena::ResetPeak() {
 void Arena::Trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
   Release(std::numeric_limits<size_t>::max());
+  most_in_use_ = in_use_;
 }
 
 Arena::Block Arena::TakeFree(size_t wanted) {
@@ -97,7 +102,7 @@ Arena::Block Arena::TakeFree(size_t wanted) {
 }
 
 Arena::Block Arena::TakeNew(size_t wanted) {
-  Release(wanted);
+  Release(Surplus(wanted));
   void* data = OsAllocate(wanted);
   if (data == nullptr) {
     Release(std::numeric_limits<size_t>::max());
@@ -107,6 +112,13 @@ Arena::Block Arena::TakeNew(size_t wanted) {
   stats_.held += static_cast<int64_t>(wanted);
   stats_.os_allocations += 1;
   return {data, wanted};
+}
+
+size_t Arena::Surplus(size_t wanted) const {
+  const size_t most = std::max(most_in_use_, in_use_ + wanted);
+  const size_t may_hold = most + std::max(most / 4, kSlack);
+  const size_t held = static_cast<size_t>(stats_.held) + wanted;
+  return held > may_hold ? held - may_hold : 0;
 }
 
 // One block that covers the rest is preferred over many that do: the fewer blocks are lost, the

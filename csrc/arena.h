@@ -20,8 +20,10 @@ struct ArenaStats {
 // A thread-safe cache of CPU blocks for buffers that come and go with every layer.
 //
 // A request is served by the smallest free block that is at most a quarter too large. Where there
-// is none, free blocks worth the request go back to the OS before new memory is asked for, so that
-// a change of sizes never adds the old blocks to the new ones.
+// is none, free blocks go back to the OS before new memory is asked for, so that a change of sizes
+// never adds the old blocks to the new ones: the blocks held stay within the most that were ever in
+// use at once, and a quarter, or 8 MiB where that is more. Steps whose sizes alternate find their
+// blocks again in it.
 class Arena {
  public:
   // Never destroyed: tensors may outlive every static destructor.
@@ -50,12 +52,16 @@ class Arena {
 
   Block TakeFree(size_t wanted);
   Block TakeNew(size_t wanted);
+  // The bytes that must go back before `wanted` are asked of the OS.
+  size_t Surplus(size_t wanted) const;
   void Release(size_t at_least);
   size_t ReleaseOne(FreeBlocks::iterator block);
 
   std::mutex mutex_;
   FreeBlocks free_;  // by capacity
   std::unordered_map<void*, Live> live_;
+  size_t in_use_ = 0;       // capacity of live_
+  size_t most_in_use_ = 0;  // largest `in_use_` since the last trim
   ArenaStats stats_;
 };
 

@@ -133,10 +133,6 @@ def _steady() -> tuple[tuple[int, int], tuple[int, int]]:
 
 @pytest.mark.generated_kernels
 @pytest.mark.skipif(not native.AVAILABLE, reason="the arena is the extension's")
-@pytest.mark.xfail(
-    reason="in a process that holds no older blocks, sizes that alternate give each other's blocks back",
-    strict=False,
-)
 def test_steady_steps_ask_the_operating_system_for_nothing() -> None:
     for (early, _), (late, _) in ranks.run(2, _steady):
         assert early == late

@@ -116,15 +116,34 @@ def test_the_best_fit_is_taken(backend: Backend) -> None:
     assert tensor.data_ptr() == address
 
 
-def test_a_misfit_gives_free_blocks_back_first(backend: Backend) -> None:
+def test_a_misfit_gives_back_what_is_held_beyond_the_most_in_use_and_its_slack(
+    backend: Backend,
+) -> None:
+    backend.trim()
     base = backend.stats().held
-    blocks = [backend.take(size * MIB) for size in (2, 4, 8)]
+    blocks = [backend.take(size * MIB) for size in (20, 40, 80)]
     blocks.clear()
-    tensor = backend.take(3 * MIB)  # no fit; 4 MiB cover it
-    assert backend.stats().held == base + (2 + 8 + 3) * MIB
-    larger = backend.take(9 * MIB)  # no block covers it; the largest goes, then another
-    assert backend.stats().held == base + (3 + 9) * MIB
+    tensor = backend.take(30 * MIB)  # no fit, within 140 MiB and a quarter
+    assert backend.stats().held == base + (20 + 40 + 80 + 30) * MIB
+    larger = backend.take(
+        90 * MIB
+    )  # 85 MiB too many: the largest goes, then the one that covers the rest
+    assert backend.stats().held == base + (40 + 30 + 90) * MIB
     del tensor, larger
+
+
+def test_small_blocks_of_other_sizes_stay_within_eight_mebibytes(backend: Backend) -> None:
+    backend.trim()
+    base = backend.stats().held
+    blocks = [backend.take(size * MIB) for size in (2, 4)]
+    blocks.clear()
+    kept = [backend.take(3 * MIB), backend.take(3 * MIB)]
+    assert backend.stats().held == base + (2 + 4 + 3 + 3) * MIB
+    kept.append(backend.take(9 * MIB))  # 15 MiB in use, and 8 more: nothing goes
+    assert backend.stats().held == base + (2 + 4 + 3 + 3 + 9) * MIB
+    kept.append(backend.take(9 * MIB))  # 24 MiB in use now
+    assert backend.stats().held == base + (2 + 4 + 3 + 3 + 9 + 9) * MIB
+    del kept
 
 
 def test_held_memory_stays_below_the_peak_and_its_slack(backend: Backend) -> None:

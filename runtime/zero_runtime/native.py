@@ -72,6 +72,10 @@ class Backend(Protocol):
     def sum_chunks(self, chunks: Tensor, scale: float, out: Tensor) -> None: ...
 
 
+#: Bytes that free blocks may add to the most that were in use, where a quarter of those is less.
+_SLACK = 8 << 20
+
+
 class TorchBackend:
     """The functions in plain PyTorch, for every device and dtype."""
 
@@ -82,6 +86,7 @@ class TorchBackend:
         # only append here.
         self._returned: collections.deque[tuple[Tensor, int]] = collections.deque()
         self._live = self._peak = self._held = self._os_allocations = self._takes = 0
+        self._in_use = self._most_in_use = 0  # whole blocks, the most since the last trim
 
     def take(self, nbytes: int) -> Tensor:
         if nbytes < 0:
@@ -89,6 +94,8 @@ class TorchBackend:
         with self._lock:
             self._collect()
             block = self._take_block(nbytes)
+            self._in_use += block.numel()
+            self._most_in_use = max(self._most_in_use, self._in_use)
             self._live += nbytes
             self._peak = max(self._peak, self._live)
             self._takes += 1
@@ -108,6 +115,7 @@ class TorchBackend:
         with self._lock:
             self._collect()
             self._release(self._held)
+            self._most_in_use = self._in_use
 
     def pack(self, sources: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> None:
         _check_flat("pack: out", out)
@@ -142,13 +150,15 @@ class TorchBackend:
             block, nbytes = self._returned.popleft()
             bisect.insort(self._free, block, key=Tensor.numel)
             self._live -= nbytes
+            self._in_use -= block.numel()
 
     def _take_block(self, nbytes: int) -> Tensor:
         wanted = _capacity(nbytes)
         fit = bisect.bisect_left(self._free, wanted, key=Tensor.numel)
         if fit < len(self._free) and self._free[fit].numel() <= wanted + wanted // 4:
             return self._free.pop(fit)
-        self._release(wanted)
+        most = max(self._most_in_use, self._in_use + wanted)
+        self._release(self._held + wanted - most - max(most // 4, _SLACK))
         block = _new_block(wanted, nbytes)
         self._held += wanted
         self._os_allocations += 1

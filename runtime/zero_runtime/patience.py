@@ -39,11 +39,15 @@ class _Watch:
     def _look(self) -> None:
         while True:
             time.sleep(min(1.0, LIMIT / 4))
-            for key, wait in list(self._waits.items()):
-                waited = time.monotonic() - wait.since
-                if waited > LIMIT and self._waits.pop(key, None) is not None:
-                    log = logging.getLogger("zero_runtime")
-                    log.warning("zero3 has been waiting for %.0f s for %s", waited, wait.say())
+            self._speak_up()
+
+    def _speak_up(self) -> None:
+        """A function of its own, so that no wait, nor the buffers it is for, outlives it in a variable."""
+        for key, wait in list(self._waits.items()):
+            waited = time.monotonic() - wait.since
+            if waited > LIMIT and self._waits.pop(key, None) is not None:
+                log = logging.getLogger("zero_runtime")
+                log.warning("zero3 has been waiting for %.0f s for %s", waited, wait.say())
 
 
 WAITS = _Watch()
