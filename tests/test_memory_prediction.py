@@ -33,10 +33,12 @@ COMPUTED = (Category.ACTIVATIONS, Category.GATHERED, Category.GRADIENTS)
 
 
 class Case(NamedTuple):
-    """A module that returns its loss, and what it is called with."""
+    """A module that returns its loss, what it is called with, and whether with sizes left open or under bfloat16 autocast."""
 
     model: nn.Module
     inputs: tuple[torch.Tensor, ...]
+    dynamic: bool | None = None
+    autocast: bool = False
 
 
 class Own(nn.Module):
@@ -126,6 +128,30 @@ def _convnet() -> Case:
     return Case(ConvNet(), (torch.randn(32, 3, 64, 64), torch.randint(0, 10, (32,))))
 
 
+def _convnet_of_one_image() -> Case:
+    return Case(ConvNet(), (torch.randn(1, 3, 64, 64), torch.randint(0, 10, (1,))))
+
+
+def _dynamic_mlp() -> Case:
+    return _mlp()._replace(dynamic=True)
+
+
+def _dynamic_gpt() -> Case:
+    return _gpt()._replace(dynamic=True)
+
+
+def _dynamic_llama() -> Case:
+    return _llama()._replace(dynamic=True)
+
+
+def _dynamic_convnet() -> Case:
+    return _convnet()._replace(dynamic=True)
+
+
+def _autocast_mlp() -> Case:
+    return _mlp()._replace(autocast=True)
+
+
 # ------------------------------------------------------------------------------ measuring
 
 
@@ -155,7 +181,7 @@ class Allocations:
 
 def _hold_until_the_wait(_: Any, packed: torch.Tensor, shard: torch.Tensor) -> Any:
     """A reduction's memory as a real transport has it: the fake group would drop it at once."""
-    received = torch.empty_like(packed)
+    received = bucket.flat_buffer(packed.numel(), packed.dtype, packed.device)
     return collectives._PeerReduction(0, packed=packed, received=received, shard=shard)
 
 
@@ -178,10 +204,12 @@ def _run(case: Case, monkeypatch: pytest.MonkeyPatch) -> Found:
     monkeypatch.setattr(compat, "compile_fx_inner", spy)
     allocations = Allocations(monkeypatch)
     options = {"bucket_bytes": 1 << 18}
-    compiled = torch.compile(case.model, backend="zero3", options=options)
+    compiled = torch.compile(case.model, backend="zero3", options=options, dynamic=case.dynamic)
 
     def step() -> None:
-        compiled(*case.inputs).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            loss = compiled(*case.inputs)
+        loss.backward()
 
     peaks = []
     for everything in (False, True):
@@ -195,7 +223,7 @@ def _run(case: Case, monkeypatch: pytest.MonkeyPatch) -> Found:
         Liveness.of(gm.graph, plan.buckets, kept=set(plan.kept))
         for gm, plan in zip(graphs, plans, strict=True)
     )
-    return Found(*peaks, Liveness.step(forward, backward))
+    return Found(*peaks, Liveness.step(forward, backward).evaluate())
 
 
 def _without_shards(step: Liveness) -> Liveness:
@@ -204,7 +232,12 @@ def _without_shards(step: Liveness) -> Liveness:
     return Liveness(step.names, tuple(kept), step.dependencies)
 
 
-@pytest.mark.parametrize("make", [_mlp, _gpt, _llama, _bert, _convnet], ids=lambda f: f.__name__)
+STATIC = (_mlp, _gpt, _llama, _bert, _convnet, _convnet_of_one_image)
+DYNAMIC = (_dynamic_mlp, _dynamic_gpt, _dynamic_llama, _dynamic_convnet)
+AUTOCAST = (_autocast_mlp,)
+
+
+@pytest.mark.parametrize("make", [*STATIC, *DYNAMIC, *AUTOCAST], ids=lambda f: f.__name__)
 def test_the_predicted_peak_is_the_measured_one(
     make: Callable[[], Case],
     fake_group: Callable[[int], None],

@@ -5,7 +5,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -152,6 +152,15 @@ def is_kernel(target: object) -> bool:
     return (
         target in lowering.fallbacks or target in _LIBRARY_CALLS or target not in lowering.lowerings
     )
+
+
+def unfolds(image: torch.Tensor, weight: torch.Tensor, settings: Sequence[Any]) -> bool:
+    """Whether torch's own kernel, which unfolds the image into columns, runs a convolution in two dimensions.
+
+    ``settings`` are the operator's arguments from the strides on. Only sizes and dtypes are looked at.
+    """
+    chosen = torch._C._select_conv_backend(image, weight, None, *settings)
+    return bool(chosen.name == "Slow2d")
 
 
 def compile_fx(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:

@@ -112,10 +112,10 @@ def nbytes(node: Node) -> Any:
 
 
 def _numel(value: torch.Tensor) -> Any:
-    return _expr(value.numel())
+    return expression_of(value.numel())
 
 
-def _expr(size: Any) -> Any:
+def expression_of(size: Any) -> Any:
     """A size as an integer or an expression: comparing those, unlike SymInts, adds no guards."""
     return size if isinstance(size, int) else sympy.sympify(size.node.expr)
 
@@ -203,7 +203,7 @@ def _broadcasts(node: Node, to: Node) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype is not target.dtype:
         return False
     sizes = zip(reversed(value.shape), reversed(target.shape), strict=False)
-    fits = all(_expr(a) in (1, _expr(b)) for a, b in sizes)
+    fits = all(expression_of(a) in (1, expression_of(b)) for a, b in sizes)
     return value.dim() <= target.dim() and fits
 
 
@@ -217,52 +217,6 @@ def _is_elementwise(node: Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     )
-
-
-# ------------------------------------------------------------------------------ convolutions
-
-
-def copied_inputs(index: Index, base: Sequence[int]) -> frozenset[int]:
-    """Images that Inductor copies to channels-last, which convolutions on the CPU prefer.
-
-    What it saves for backward is then the copy. Only a graph with a forward convolution is laid out.
-    """
-    images = (
-        base[index.inputs[place][0]]
-        for place, node in enumerate(index.nodes)
-        if node.target is torch.ops.aten.convolution.default and _prefers_channels_last(node)
-    )
-    return frozenset(i for i in images if index.kinds[i] is Kind.INPUT and _is_wide(index.nodes[i]))
-
-
-def copied_weights(index: Index) -> Iterator[tuple[int, int]]:
-    """(a convolution, its weight) where the convolution reads a channels-last copy of the weight."""
-    for place, node in enumerate(index.nodes):
-        if node.target not in _CONVOLUTIONS or not _prefers_channels_last(node):
-            continue
-        weight = node.args[_CONVOLUTIONS[node.target]]  # type: ignore[index]
-        assert isinstance(weight, Node)
-        needed = node.target is torch.ops.aten.convolution.default or node.args[-1][0]  # type: ignore[index]
-        if needed and _is_wide(weight):
-            yield place, next(i for i in index.inputs[place] if index.nodes[i] is weight)
-
-
-#: Where each operator takes its weight.
-_CONVOLUTIONS: dict[Any, int] = {
-    torch.ops.aten.convolution.default: 1,
-    torch.ops.aten.convolution_backward.default: 2,
-}
-
-
-def _prefers_channels_last(node: Node) -> bool:
-    image = node.all_input_nodes[0].meta["val"]
-    return image.device.type == "cpu" and bool(torch.backends.mkldnn.is_available())
-
-
-def _is_wide(node: Node) -> bool:
-    """Whether channels-last is another order than that in which the value lies."""
-    value = node.meta["val"]
-    return value.dim() == 4 and 1 not in (_expr(value.shape[1]), _expr(value.stride()[1]))
 
 
 # ------------------------------------------------------------------------------ what gets memory

@@ -24,7 +24,8 @@ import torch
 from torch.fx import Graph
 
 from zero_compile.fx_graph import bucket_number, positions, reloads
-from zero_compile.planner.fusion import Fusion, Index, Kind, copied_inputs, copied_weights, nbytes
+from zero_compile.planner.convolutions import copied_inputs, temporaries
+from zero_compile.planner.fusion import Fusion, Index, Kind, nbytes
 from zero_compile.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime import ops
 from zero_runtime.bucket import reduced_numel
@@ -235,9 +236,7 @@ class _Builder:
                 yield from self._input(place)
             elif self._fusion.materialized[place] and self._has_memory(place):
                 yield self._value(place)
-        for place, weight in copied_weights(self._index):
-            name = f"{self._index.nodes[weight].name} channels last"
-            size = nbytes(self._index.nodes[weight])
+        for name, place, size in temporaries(self._index):
             yield Storage((name,), size, Category.ACTIVATIONS, place, place, place + 1)
 
     def _has_memory(self, place: int) -> bool:
