@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from zero_runtime import host_optimizer as host
+from zero_runtime.optim import cpu_optimizer as host
 
 Work = Callable[[], Any]
 

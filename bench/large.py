@@ -18,8 +18,8 @@ from torch import nn
 
 import zero_compile
 from bench.memory import peak_bytes, reset_peak
-from zero_compile.report import sessions
-from zero_runtime import native
+from zero_compile.api.report import sessions
+from zero_runtime.memory import native
 
 #: Bytes of state a parameter: 16-bit parameter and gradient, float32 master and two moments.
 STATE_BYTES = 16

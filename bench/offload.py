@@ -19,9 +19,9 @@ from rich.table import Table
 from torch import nn
 
 from bench.swap import MIB
-from zero_compile.report import sessions
-from zero_runtime import native
-from zero_runtime.swap import SwapFile
+from zero_compile.api.report import sessions
+from zero_runtime.memory import native
+from zero_runtime.offload.swap_file import SwapFile
 
 #: Parameters, optimizer state, and whether buckets are updated in backward.
 PLACES: tuple[tuple[str, str, bool], ...] = (

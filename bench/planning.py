@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zero_compile import pipeline
-from zero_compile.layout import LayoutPolicy, Use, group_uses, plan_bucket
-from zero_compile.planner.decide import Limits, plan_graph
-from zero_compile.planner.hardware import load
-from zero_compile.planner.pose import pose
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan, Policy
+from zero_compile.analysis.hardware import load
+from zero_compile.bucketing import LayoutPolicy, Use, group_uses, plan_bucket
+from zero_compile.scheduler.decide_schedule import Limits, plan_graph
+from zero_compile.scheduler.pose_problem import pose
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan, Policy
 
 WIDTH, RANKS = 64, 8
 LAYERS = (400, 900, 1800, 3600)

@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 import zero_compile
 from bench.launch import common_environment, free_port, group_environment
 from bench.memory import peak_bytes, reset_peak, resident_bytes
-from zero_runtime import native
+from zero_runtime.memory import native
 
 WORLD = 2
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from zero_compile.planner.problem import Gather, Problem, Reduce
+from zero_compile.scheduler.problem import Gather, Problem, Reduce
 
 
 def offloaded(rng: random.Random, problem: Problem) -> Problem:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_runtime.striped import StripedSwap
-from zero_runtime.swap import PAGE, AioConfig, SwapFile
+from zero_runtime.offload.striped_swap import StripedSwap
+from zero_runtime.offload.swap_file import PAGE, AioConfig, SwapFile
 
 MIB = 1 << 20
 ONE_AT_A_TIME = AioConfig(block_size=PAGE, queue_depth=1)

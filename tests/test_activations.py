@@ -9,9 +9,11 @@ import torch
 from graphs import BACKWARD, FORWARD, record, traced
 from torch import nn
 
-from zero_compile.fx_graph import output_node
-from zero_compile.planner import hardware
-from zero_compile.planner.activations import (
+from zero_compile.analysis import hardware
+from zero_compile.analysis.costs import transfer_seconds
+from zero_compile.analysis.fx_graph import output_node
+from zero_compile.analysis.hardware import Hardware, Link
+from zero_compile.scheduler.activations import (
     Candidate,
     Course,
     Stay,
@@ -20,12 +22,10 @@ from zero_compile.planner.activations import (
     itinerary,
     plan_activations,
 )
-from zero_compile.planner.costs import transfer_seconds
-from zero_compile.planner.decide import Limits
-from zero_compile.planner.hardware import Hardware, Link
-from zero_compile.planner.pose import MARGIN, pose
-from zero_compile.planner.saved import Wanted, candidates
-from zero_runtime.plan import BucketPlan, Channel, Policy, Tier
+from zero_compile.scheduler.decide_schedule import Limits
+from zero_compile.scheduler.pose_problem import MARGIN, pose
+from zero_compile.scheduler.saved_values import Wanted, candidates
+from zero_runtime.ir.plan import BucketPlan, Channel, Policy, Tier
 
 SIZE = 10
 

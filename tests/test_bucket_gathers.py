@@ -19,9 +19,9 @@ from graphs import (
 from torch import nn
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls, output_node
+from zero_compile.analysis.fx_graph import calls, output_node
 from zero_compile.passes.bucket_gathers import bucket_gathers
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 P, Q, X = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 4)
 as_strided = torch.ops.aten.as_strided.default

@@ -7,9 +7,9 @@ from graphs import BACKWARD, index, laid_out, mlp, record, snapshot, text, trace
 from torch import nn
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls, output_node
+from zero_compile.analysis.fx_graph import calls, output_node
 from zero_compile.passes.bucket_reductions import bucket_reductions
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 P, Q, X = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 4)
 

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from tools import calibrate
-from zero_compile.planner import hardware
+from zero_compile.analysis import hardware
 from zero_runtime.errors import GroupError
 
 

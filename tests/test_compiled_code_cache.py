@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from zero_compile.backend import JointPartitioner
-from zero_runtime.plan import Policy
+from zero_runtime.ir.plan import Policy
 
 
 def train_once(options: dict[str, object]) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from training import Run, assert_same_training, train
 
 import zero_compile
-from zero_runtime.plan import Stage
+from zero_runtime.ir.plan import Stage
 from zero_runtime.session import session_of
 
 Ways = Mapping[str, tuple[str, dict[str, Any] | None]]

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_compile.planner import costs
-from zero_compile.planner.costs import (
+from zero_compile.analysis import costs
+from zero_compile.analysis.costs import (
     Cost,
     Role,
     collective_seconds,
@@ -28,11 +28,11 @@ from zero_compile.planner.costs import (
     seconds,
     transfer_seconds,
 )
-from zero_compile.planner.hardware import load
-from zero_compile.planner.sizes import traced_sizes
+from zero_compile.analysis.hardware import load
+from zero_compile.analysis.sizes import traced_sizes
 from zero_runtime import compat
 from zero_runtime.errors import OptionError
-from zero_runtime.plan import Channel
+from zero_runtime.ir.plan import Channel
 
 aten = torch.ops.aten
 H100 = load("h100")

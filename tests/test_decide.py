@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_compile.planner.decide import (
+from zero_compile.scheduler.decide_schedule import (
     Early,
     GraphSchedule,
     Limits,
@@ -15,12 +15,12 @@ from zero_compile.planner.decide import (
     plan_step,
     within,
 )
-from zero_compile.planner.evaluate import exposed_seconds, held_bytes, peak_bytes
-from zero_compile.planner.lay_down import lay_down
-from zero_compile.planner.pose import Posed
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.prove import prove
-from zero_compile.planner.simulate import simulate
+from zero_compile.scheduler.evaluate import exposed_seconds, held_bytes, peak_bytes
+from zero_compile.scheduler.pose_problem import Posed
+from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
 
 SIZE = 4

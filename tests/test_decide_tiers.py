@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from test_decide import SIZE, at_uses, kept, planned, pose, random_step
 
-from zero_compile.planner.decide import Departure, Limits, plan_graph, plan_step
-from zero_compile.planner.pose import Posed
-from zero_compile.planner.problem import Gather
+from zero_compile.scheduler.decide_schedule import Departure, Limits, plan_graph, plan_step
+from zero_compile.scheduler.pose_problem import Posed
+from zero_compile.scheduler.problem import Gather
 
 
 def on_tiers(rng: random.Random, halves: tuple[Posed, Posed]) -> tuple[Posed, Posed]:

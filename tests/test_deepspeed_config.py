@@ -14,12 +14,12 @@ from pydantic import BaseModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_compile.api.report import sessions
+from zero_compile.config.deepspeed.config import Config, notices, parse
+from zero_compile.config.deepspeed.convert import backend_of, options_from, to_options
+from zero_compile.config.deepspeed.keys import BY_NAME, KEYS, Key, Verdict, table
+from zero_compile.config.options import parse as parse_options
 from zero_compile.deepspeed.batch import Batch, resolve_batch
-from zero_compile.deepspeed.config import Config, notices, parse
-from zero_compile.deepspeed.convert import backend_of, options_from, to_options
-from zero_compile.deepspeed.keys import BY_NAME, KEYS, Key, Verdict, table
-from zero_compile.options import parse as parse_options
-from zero_compile.report import sessions
 from zero_runtime.errors import OptionError, UnsupportedError
 
 DOCS = Path(__file__).parent.parent / "docs" / "deepspeed.md"

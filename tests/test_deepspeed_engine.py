@@ -19,9 +19,9 @@ from torch.utils.data import IterableDataset
 from training import mean_over_ranks, relative
 
 import zero_compile
-from zero_compile.report import sessions
+from zero_compile.api.report import sessions
 from zero_runtime.errors import OptionError, UnsupportedError, ZeroError
-from zero_runtime.lion import Lion
+from zero_runtime.optim.lion import Lion
 
 MICRO, ACCUMULATION, STEPS = 3, 2, 5
 

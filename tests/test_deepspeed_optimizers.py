@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_compile.deepspeed.config import parse
+from zero_compile.config.deepspeed.config import parse
 from zero_compile.deepspeed.optimizers import make_optimizer, make_scheduler
 from zero_runtime.errors import OptionError, UnsupportedError
 

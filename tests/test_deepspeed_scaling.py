@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from zero_compile.config.deepspeed.sections import Fp16
 from zero_compile.deepspeed.scaling import LossScale
-from zero_compile.deepspeed.sections import Fp16
 from zero_runtime.errors import ZeroError
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zero_compile
-from zero_runtime import agreement, patience
-from zero_runtime.agreement import (
+from zero_runtime.comm import consistency, patience
+from zero_runtime.comm.consistency import (
     Describe,
     EveryAgreement,
     MessageAgreement,
@@ -263,7 +263,7 @@ def _one_stays_away() -> str:
     checker = StoreAgreement(dist.new_group())
     if dist.get_rank() == 1:
         return "stayed away"
-    with mock.patch.object(agreement, "_FIRST_RUN", datetime.timedelta(seconds=1)):
+    with mock.patch.object(consistency, "_FIRST_RUN", datetime.timedelta(seconds=1)):
         return _store_agreement(OUTLINE, checker)
 
 
@@ -281,9 +281,9 @@ def _one_keeps_silent() -> str:
     group = dist.new_group()
     if dist.get_rank() == 1:
         outline = [f"what only {time.time_ns()} knows"]
-        agreement._Notes(group).write(f"0 {digest_of(outline)}", 1, agreement._STANDS)
+        consistency._Notes(group).write(f"0 {digest_of(outline)}", 1, consistency._STANDS)
         return "said nothing"
-    with mock.patch.object(agreement, "_EXPLANATION", datetime.timedelta(seconds=1)):
+    with mock.patch.object(consistency, "_EXPLANATION", datetime.timedelta(seconds=1)):
         return _store_agreement(OUTLINE, StoreAgreement(group))
 
 
@@ -408,7 +408,7 @@ def _alone_again() -> list[str]:
     checker = StoreAgreement(dist.new_group())
     said = [_store_agreement(OUTLINE, checker)]
     if dist.get_rank() == 1:
-        with mock.patch.object(agreement, "_FIRST_RUN", datetime.timedelta(seconds=1)):
+        with mock.patch.object(consistency, "_FIRST_RUN", datetime.timedelta(seconds=1)):
             lines = [*OUTLINE, "after 3 optimizer steps"]
             checker.check(digest_of(lines), lambda: lines, new=True, lasting=lambda: OUTLINE)
         said.append("agreed")
@@ -437,7 +437,7 @@ def _late() -> list[str]:
     """Rank 1 comes when rank 0 has given up; then both try once more."""
     checker = StoreAgreement(dist.new_group())
     said = []
-    with mock.patch.object(agreement, "_FIRST_RUN", datetime.timedelta(seconds=1)):
+    with mock.patch.object(consistency, "_FIRST_RUN", datetime.timedelta(seconds=1)):
         if dist.get_rank() == 0:
             said.append(_store_agreement(OUTLINE, checker))
         dist.barrier()
@@ -473,7 +473,7 @@ def _in_a_group_of_the_last() -> str:
     group = dist.new_group([1, 2])
     if dist.get_rank() != 1:
         return "stayed away"
-    with mock.patch.object(agreement, "_FIRST_RUN", datetime.timedelta(seconds=1)):
+    with mock.patch.object(consistency, "_FIRST_RUN", datetime.timedelta(seconds=1)):
         return _store_agreement(OUTLINE, StoreAgreement(group))
 
 
@@ -485,7 +485,7 @@ def test_ranks_are_named_as_in_the_whole_job() -> None:
 
 def _by_notes(function: Callable[..., Any], *args: Any) -> Any:
     """``function`` with the agreement of backends without cheap messages."""
-    with mock.patch.object(agreement, "_agreement", StoreAgreement):
+    with mock.patch.object(consistency, "_agreement", StoreAgreement):
         return function(*args)
 
 
@@ -551,7 +551,7 @@ def test_how_ranks_agree_depends_on_the_backend(
     fake_group(2)
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch.object(agreement.compat, "backend_name", return_value=backend):
+    with mock.patch.object(consistency.compat, "backend_name", return_value=backend):
         chosen = agreement_for([group])
         assert [type(a) for a in chosen._agreements] == [kind]  # type: ignore[attr-defined]
 
@@ -560,7 +560,7 @@ def test_one_rank_agrees_with_itself(fake_group: FakeGroup) -> None:
     fake_group(1)
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch.object(agreement.compat, "backend_name", return_value="nccl"):
+    with mock.patch.object(consistency.compat, "backend_name", return_value="nccl"):
         agreement_for([group]).check("abc", lambda: OUTLINE, new=True)
 
 

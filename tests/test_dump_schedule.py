@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import zero_compile
 from tools import document
 from tools.dump_schedule import main
-from zero_runtime.plan import Plan, Residence, Tier
+from zero_runtime.ir.plan import Plan, Residence, Tier
 
 SCRIPT = """
 import torch

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from training import mine, whole_parameters
 
-from zero_runtime.gradient import ShardedGradient
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 
 class Broken(nn.Module):

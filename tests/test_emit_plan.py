@@ -23,14 +23,14 @@ from graphs import (
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from zero_compile.analysis.fx_graph import bucket_number, calls
 from zero_compile.emit_plan import emit_plan
-from zero_compile.fx_graph import bucket_number, calls
 from zero_compile.passes.insert_fetches import insert_fetches
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
-from zero_compile.planner.decide import GraphSchedule
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, Residence, StepKind, Tier
+from zero_compile.scheduler.decide_schedule import GraphSchedule
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan, Channel, Phase, Plan, Residence, StepKind, Tier
 
 GRAPHS = (FORWARD, BACKWARD, INFERENCE)
 

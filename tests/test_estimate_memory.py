@@ -10,7 +10,7 @@ from torch import nn
 from training import world
 
 from zero_compile import estimate_memory
-from zero_compile.preview import preview
+from zero_compile.api.preview import preview
 
 WIDTH, LAYERS = 64, 4
 WEIGHTS = LAYERS * WIDTH * WIDTH

@@ -7,12 +7,12 @@ from graphs import BACKWARD, HOST, mlp, record, snapshot, text
 from torch import nn
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import bucket_number, calls, output_node
+from zero_compile.analysis.fx_graph import bucket_number, calls, output_node
 from zero_compile.passes.evict_gradients import evict_gradients
 from zero_compile.verify import verify_scheduled
-from zero_runtime import ops
 from zero_runtime.errors import PlanError
-from zero_runtime.plan import Residence, Stage, Tier
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Residence, Stage, Tier
 
 ON_HOST = Residence(optimizer=Tier.HOST)
 

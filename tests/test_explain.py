@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from zero_compile.planner.budget import gib
-from zero_compile.planner.evaluate import exposed_seconds
-from zero_compile.planner.explain import explain
-from zero_compile.planner.feed import solve_fed
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.read_back import Scheduled
-from zero_compile.planner.solve import solve
+from zero_compile.analysis.resident_memory import gib
+from zero_compile.scheduler.evaluate import exposed_seconds
+from zero_compile.scheduler.feed_reads import solve_fed
+from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.scheduler.solve_starts import solve
+from zero_compile.simulator.explain import explain
+from zero_compile.simulator.read_back import Scheduled
 
 SIZE = 1 << 25
 

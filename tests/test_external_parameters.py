@@ -10,7 +10,7 @@ from torch import nn
 from training import Run, assert_same_training, train
 
 import zero_compile
-from zero_compile import external
+from zero_compile.deepspeed import external
 from zero_runtime.errors import OptionError
 
 

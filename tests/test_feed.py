@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from offloaded import layers, offloaded
 from test_solve import random_problem
 
-from zero_compile.planner.evaluate import Times, evaluate, exposed_seconds, peak_bytes
-from zero_compile.planner.feed import feed, solve_fed, staging_bytes, unfed
-from zero_compile.planner.issue import Kind, issue_order
-from zero_compile.planner.lay_down import lay_down
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.prove import prove
-from zero_compile.planner.simulate import simulate
-from zero_compile.planner.solve import solve
+from zero_compile.scheduler.evaluate import Times, evaluate, exposed_seconds, peak_bytes
+from zero_compile.scheduler.feed_reads import feed, solve_fed, staging_bytes, unfed
+from zero_compile.scheduler.issue import Kind, issue_order
+from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.scheduler.solve_starts import solve
+from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
 
 SEEDS = st.integers(0, 1 << 32)

@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from zero_runtime.buffers import fingerprint
+from zero_runtime.memory.buffers import fingerprint
 
 _PIECE = 1 << 20
 

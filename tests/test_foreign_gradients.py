@@ -11,7 +11,7 @@ from torch import nn
 from training import mine, whole_parameters
 
 import zero_compile
-from zero_runtime import freed
+from zero_runtime.memory import freed
 
 
 class Product(torch.autograd.Function):
@@ -67,7 +67,7 @@ def _train(stage: int, order: str, inside: bool, late: bool) -> None:
     for step in range(3):
         rows = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step))
         if late:
-            with zero_compile.no_sync(model):
+            with zero_compile.api.no_sync(model):
                 _loss(compiled, model, *mine((rows[0],))).backward()
             _loss(reference, reference, rows[0]).backward()
         _loss(compiled, model, *mine((rows[1],))).backward()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_compile.planner import hardware
-from zero_compile.planner.hardware import Hardware, load, save
+from zero_compile.analysis import hardware
+from zero_compile.analysis.hardware import Hardware, load, save
 from zero_runtime.errors import OptionError
 
 NAMES = ["a100", "cpu", "h100", "h200", "l40s", "rtx4090"]

@@ -1,4 +1,4 @@
-"""Tests of zero_runtime.host_optimizer: every kernel against torch.optim, and against each other."""
+"""Tests of zero_runtime.optim.cpu_optimizer: every kernel against torch.optim, and against each other."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zero_runtime import host_optimizer, native
-from zero_runtime.host_optimizer import (
+from zero_runtime.memory import native
+from zero_runtime.optim import cpu_optimizer
+from zero_runtime.optim.cpu_optimizer import (
     AdagradOptions,
     AdamOptions,
     Bucket,
@@ -459,7 +460,7 @@ def test_without_the_extension_pytorch_computes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "AVAILABLE", False)
     available_isas.cache_clear()
     try:
-        assert host_optimizer.available_isas() == ("torch",)
+        assert cpu_optimizer.available_isas() == ("torch",)
         param = torch.zeros(3)
         sgd_step(Bucket(param, torch.ones(3)), None, 1, SgdOptions(lr=1.0))
         assert param.tolist() == [-1.0] * 3

@@ -9,8 +9,8 @@ from torch import nn
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-from zero_compile.fx_graph import calls, positions, readers
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls, positions, readers
+from zero_runtime.ir import ops
 
 
 class Sum(nn.Module):

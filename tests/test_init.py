@@ -19,9 +19,9 @@ from torch import nn
 from training import mine
 
 import zero_compile
+from zero_runtime.eager.sharded_parameter import ShardedParameter
 from zero_runtime.errors import DivergenceError, GroupError, OptionError, UnsupportedError
-from zero_runtime.parameter import ShardedParameter
-from zero_runtime.plan import Tier
+from zero_runtime.ir.plan import Tier
 from zero_runtime.session import session_of
 
 SIZES = pytest.mark.parametrize("size", [1, 2])

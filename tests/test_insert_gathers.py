@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule
 
 from zero_compile.passes.insert_gathers import insert_gathers
 from zero_compile.verify import verify_captured
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 
 def graph_of(function, *inputs: str) -> GraphModule:

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from test_feed import fed
 from test_solve import chain, random_problem
 
-from zero_compile.planner.evaluate import evaluate, exposed_seconds, held_bytes, peak_bytes
-from zero_compile.planner.feed import solve_fed
-from zero_compile.planner.lay_down import lay_down
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.prove import prove
-from zero_compile.planner.simulate import exposed_by_channel, overlap_efficiency, simulate
-from zero_compile.planner.solve import solve
+from zero_compile.scheduler.evaluate import evaluate, exposed_seconds, held_bytes, peak_bytes
+from zero_compile.scheduler.feed_reads import solve_fed
+from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.scheduler.solve_starts import solve
+from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.simulate import exposed_by_channel, overlap_efficiency, simulate
 from zero_runtime.errors import PlanError
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category
 
 SEEDS = st.integers(0, 1 << 32)
 

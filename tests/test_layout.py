@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_compile.layout import (
+from zero_compile.bucketing import (
     LayoutPolicy,
     MiB,
     Use,
@@ -17,7 +17,7 @@ from zero_compile.layout import (
     group_uses,
     plan_bucket,
 )
-from zero_runtime.plan import ALIGNMENT
+from zero_runtime.ir.plan import ALIGNMENT
 
 
 def use(number: int, numel: int = 100, **changes) -> Use:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero_runtime.errors import OptionError
-from zero_runtime.lion import Lion
+from zero_runtime.optim.lion import Lion
 
 
 def test_lion_follows_its_formula() -> None:

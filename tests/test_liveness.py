@@ -21,11 +21,11 @@ from graphs import (
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zero_compile.fx_graph import calls
-from zero_compile.planner.liveness import Liveness, Origin, Storage, keep_for_reuse, seam
-from zero_runtime import ops
-from zero_runtime.plan import Residence, Tier
-from zero_runtime.timeline import Category
+from zero_compile.analysis.fx_graph import calls
+from zero_compile.analysis.liveness import Liveness, Origin, Storage, keep_for_reuse, seam
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Residence, Tier
+from zero_runtime.ir.timeline import Category
 
 aten = torch.ops.aten
 SQUARE, OTHER = torch.zeros(8, 8), torch.zeros(8, 8)

@@ -17,8 +17,8 @@ from torch import nn
 from training import mine
 
 import zero_compile
-from zero_compile.construction import tensor_files
-from zero_compile.construction.tensor_files import tensors_at
+from zero_compile.construction import safetensors
+from zero_compile.construction.safetensors import tensors_at
 from zero_runtime.errors import DivergenceError, OptionError, UnsupportedError, ZeroError
 from zero_runtime.session import session_of
 
@@ -177,7 +177,7 @@ def _bytes_read(folder: str) -> float:
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 256, bias=False) for _ in range(4)))
-    read, original = 0, tensor_files.os.preadv
+    read, original = 0, safetensors.os.preadv
 
     def counting(*args: Any) -> int:
         nonlocal read
@@ -185,7 +185,7 @@ def _bytes_read(folder: str) -> float:
         return got
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files.os, "preadv", counting)
+        patch.setattr(safetensors.os, "preadv", counting)
         zero_compile.materialize(model, checkpoint=path)
     return read / (4 * 4 * 256 * 512)
 
@@ -209,7 +209,7 @@ def _strides(folder: str) -> list[str]:
     return differing(plain, model)
 
 
-def _whole_of(stored: tensor_files.Stored) -> torch.Tensor:
+def _whole_of(stored: safetensors.Stored) -> torch.Tensor:
     whole = torch.empty(stored.numel, dtype=stored.dtype)
     stored.read_into(whole)
     return whole.view(stored.shape)

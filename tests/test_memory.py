@@ -9,9 +9,9 @@ from torch import nn
 from training import world
 
 import zero_compile
-from zero_runtime import native
-from zero_runtime.gradient import ShardedGradient
+from zero_runtime.memory import native
 from zero_runtime.session import session_of
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 LAYERS, WIDTH = 24, 2048
 LAYER = WIDTH * WIDTH * 4

@@ -18,9 +18,11 @@ from torch.fx import GraphModule
 from zoo_plain import ConvNet
 
 import zero_compile
-from zero_compile.planner.liveness import Liveness
-from zero_runtime import bucket, collectives, compat
-from zero_runtime.timeline import Category
+from zero_compile.analysis.liveness import Liveness
+from zero_runtime import compat
+from zero_runtime.comm import transports
+from zero_runtime.ir.timeline import Category
+from zero_runtime.sharding import bucket
 
 pytestmark = pytest.mark.generated_kernels
 
@@ -164,7 +166,7 @@ class Allocations:
         self._flat, self._start = bucket.flat_buffer, bucket.Bucket.start_gather
         monkeypatch.setattr(bucket, "flat_buffer", self._buffer)
         monkeypatch.setattr(bucket.Bucket, "start_gather", lambda *a: self._gather(*a))
-        monkeypatch.setattr(collectives.NativeTransport, "reduce_scatter", _hold_until_the_wait)
+        monkeypatch.setattr(transports.NativeTransport, "reduce_scatter", _hold_until_the_wait)
 
     def _buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.everything or self._gathering:
@@ -182,7 +184,7 @@ class Allocations:
 def _hold_until_the_wait(_: Any, packed: torch.Tensor, shard: torch.Tensor) -> Any:
     """A reduction's memory as a real transport has it: the fake group would drop it at once."""
     received = bucket.flat_buffer(packed.numel(), packed.dtype, packed.device)
-    return collectives._PeerReduction(0, packed=packed, received=received, shard=shard)
+    return transports._PeerReduction(0, packed=packed, received=received, shard=shard)
 
 
 class Found(NamedTuple):

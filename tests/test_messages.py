@@ -15,12 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zero_compile
 import zero_compile.backend
-from zero_compile.capture import Capture, lay_out_rest
-from zero_compile.options import parse
-from zero_runtime import ops
-from zero_runtime.bucket import Bucket
-from zero_runtime.collectives import ALONE
-from zero_runtime.entry import Entry
+from zero_compile.capture.captured_graph import Capture, lay_out_rest
+from zero_compile.config.options import parse
+from zero_runtime.comm.transports import ALONE
 from zero_runtime.errors import (
     GroupError,
     OptionError,
@@ -29,9 +26,21 @@ from zero_runtime.errors import (
     ZeroError,
 )
 from zero_runtime.executor import Executor, current
-from zero_runtime.gradient import ShardedGradient
-from zero_runtime.plan import BucketPlan, Channel, Phase, Plan, Policy, Slot, Step, StepKind
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import (
+    BucketPlan,
+    Channel,
+    Phase,
+    Plan,
+    Policy,
+    Slot,
+    Step,
+    StepKind,
+)
 from zero_runtime.session import Session, session_of
+from zero_runtime.sharding.bucket import Bucket
+from zero_runtime.sharding.parameter_state import Entry
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 FakeGroup = Callable[[int], None]
 

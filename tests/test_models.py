@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tools.models import Shape, model_maker, presets
-from zero_compile.preview import preview
+from zero_compile.api.preview import preview
 from zero_runtime import compat
 from zero_runtime.errors import OptionError
 

@@ -1,4 +1,4 @@
-"""Tests of zero_runtime.native: the C++ extension and plain PyTorch must behave alike."""
+"""Tests of zero_runtime.memory.native: the C++ extension and plain PyTorch must behave alike."""
 
 import itertools
 import logging
@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from zero_runtime import native
-from zero_runtime.native import Backend, NativeBackend, TorchBackend
+from zero_runtime.memory import native
+from zero_runtime.memory.native import Backend, NativeBackend, TorchBackend
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -23,9 +23,9 @@ from training import (
     world,
 )
 
-from zero_compile.planner import costs
-from zero_compile.planner.costs import graph_cost
-from zero_compile.planner.sizes import traced_sizes
+from zero_compile.analysis import costs
+from zero_compile.analysis.costs import graph_cost
+from zero_compile.analysis.sizes import traced_sizes
 
 # ------------------------------------------------------------------------------ formulas
 

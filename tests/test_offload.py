@@ -14,13 +14,13 @@ from swaps import flip
 from torch import nn
 
 import zero_compile
-from zero_runtime import depot as depots
 from zero_runtime.errors import SwapError, UnsupportedError
-from zero_runtime.gradient import SpentGradient
-from zero_runtime.lion import Lion
-from zero_runtime.plan import Tier
+from zero_runtime.ir.plan import Tier
+from zero_runtime.offload import memory_tiers as depots
+from zero_runtime.offload.swap_file import Faults
+from zero_runtime.optim.lion import Lion
 from zero_runtime.session import session_of
-from zero_runtime.swap import Faults
+from zero_runtime.sharding.sharded_gradient import SpentGradient
 
 PLACES = ("none", "cpu", "nvme")
 #: Small, so that the model has a bucket a layer.
@@ -246,7 +246,7 @@ def test_reductions_that_are_put_off_reach_the_host(tmp_path):
     def train(options: dict[str, Any]) -> Trained:
         run = Trained(options).run(0)
         for step in (2, 4):
-            with zero_compile.no_sync(run.model):
+            with zero_compile.api.no_sync(run.model):
                 run.forward(step).backward()
             run.forward(step + 1).backward()
             run.optimizer.step()

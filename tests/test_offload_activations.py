@@ -11,14 +11,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 import zero_compile
-from zero_compile.fx_graph import calls, output_node, readers
-from zero_compile.options import parse
+from zero_compile.analysis.fx_graph import calls, output_node, readers
+from zero_compile.config.options import parse
 from zero_compile.passes.offload_activations import offload_activations
-from zero_compile.planner.activations import Move
+from zero_compile.scheduler.activations import Move
 from zero_compile.verify import verify_moved
-from zero_runtime import ops
 from zero_runtime.errors import OptionError, PlanError
-from zero_runtime.plan import Tier
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Tier
 
 ANY = {"device": "cpu", "min_bytes": 1}
 

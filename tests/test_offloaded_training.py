@@ -13,12 +13,12 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import zero_compile
-from zero_compile.planner.liveness import Liveness
-from zero_runtime import depot
+from zero_compile.analysis.liveness import Liveness
 from zero_runtime.errors import SwapError, UnsupportedError
-from zero_runtime.plan import Channel, Plan, StepKind, Tier
+from zero_runtime.ir.plan import Channel, Plan, StepKind, Tier
+from zero_runtime.ir.timeline import Category, Timeline
+from zero_runtime.offload import memory_tiers
 from zero_runtime.session import session_of
-from zero_runtime.timeline import Category, Timeline
 
 WIDTH, ROWS = 128, 512
 SIZE = WIDTH * ROWS * 4
@@ -371,7 +371,7 @@ def test_a_disk_without_room_is_told_to_whoever_waits_for_the_tensor(
         def allocate(self, name: str, nbytes: int) -> None:
             raise SwapError(28, f"no room for '{name}' of {nbytes} bytes")
 
-    monkeypatch.setattr(depot.Depot, "swap", property(lambda self: Full()))
+    monkeypatch.setattr(memory_tiers.Depot, "swap", property(lambda self: Full()))
     with pytest.raises(SwapError, match="no room for 'saved 0' of 262144 bytes"):
         compiled(torch.randn(ROWS, WIDTH))
     monkeypatch.undo()
@@ -394,7 +394,9 @@ class Measured(NamedTuple):
 def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Measured]:
     """Everything of the device goes through torch's allocator, the host's copies through the arena."""
     monkeypatch.setattr(
-        depot, "flat_buffer", lambda n, dtype, device: torch.empty(n, dtype=dtype, device=device)
+        memory_tiers,
+        "flat_buffer",
+        lambda n, dtype, device: torch.empty(n, dtype=dtype, device=device),
     )
 
     def run(offload: Any) -> Measured:

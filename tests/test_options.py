@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zero_compile.options import Options, parse
+from zero_compile.config.options import Options, parse
 from zero_runtime.errors import OptionError
 
 

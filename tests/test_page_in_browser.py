@@ -9,8 +9,8 @@ import pytest
 from timelines import demo
 
 from tools.render.page import page as page_text
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Event, Source, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Event, Source, Timeline
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page

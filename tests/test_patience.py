@@ -5,7 +5,7 @@ import time
 import weakref
 from unittest import mock
 
-from zero_runtime import patience
+from zero_runtime.comm import patience
 
 
 class Buffers:

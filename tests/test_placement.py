@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from zero_compile.offload import check_offload, offload_of, refuse_folders
-from zero_compile.options import parse
-from zero_compile.planner.budget import Held
-from zero_compile.planner.placement import WORKING_SHARE, Budgets, Wish, place
+from zero_compile.analysis.resident_memory import Held
+from zero_compile.capture.offload import check_offload, offload_of, refuse_folders
+from zero_compile.config.options import parse
+from zero_compile.scheduler.placement import WORKING_SHARE, Budgets, Wish, place
 from zero_runtime.errors import OptionError
-from zero_runtime.offload import ON_DEVICE, Offload, Residences, Shares
-from zero_runtime.plan import Policy, Residence, Stage, Tier
-from zero_runtime.swap import AioConfig
+from zero_runtime.ir.placement import ON_DEVICE, Offload, Residences, Shares
+from zero_runtime.ir.plan import Policy, Residence, Stage, Tier
+from zero_runtime.offload.swap_file import AioConfig
 
 MIB = 1 << 20
 #: A million float32 parameters: 4 MiB, with Adam 8 MiB more, and 4 MiB of gradients.

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zero_compile.layout import Use, plan_bucket
-from zero_runtime.plan import (
+from zero_compile.bucketing import Use, plan_bucket
+from zero_runtime.ir.plan import (
     ALIGNMENT,
     BucketPlan,
     Channel,

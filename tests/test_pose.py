@@ -21,26 +21,33 @@ from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.fx_graph import bucket_number, calls, positions
-from zero_compile.planner import hardware
-from zero_compile.planner.costs import (
+from zero_compile.analysis import hardware
+from zero_compile.analysis.costs import (
     Role,
     collective_seconds,
     graph_seconds,
     role,
     transfer_seconds,
 )
-from zero_compile.planner.decide import GraphSchedule, Limits, join, plan_graph, plan_step, split
-from zero_compile.planner.evaluate import exposed_seconds
-from zero_compile.planner.feed import solve_fed
-from zero_compile.planner.hardware import Hardware, Link
-from zero_compile.planner.pose import MARGIN, Posed, pose
-from zero_compile.planner.problem import STAGING_SLOTS
-from zero_compile.planner.prove import prove
-from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
-from zero_compile.planner.simulate import simulate
-from zero_runtime import ops
-from zero_runtime.plan import Channel, Policy, Residence, Stage
+from zero_compile.analysis.fx_graph import bucket_number, calls, positions
+from zero_compile.analysis.hardware import Hardware, Link
+from zero_compile.scheduler.decide_schedule import (
+    GraphSchedule,
+    Limits,
+    join,
+    plan_graph,
+    plan_step,
+    split,
+)
+from zero_compile.scheduler.evaluate import exposed_seconds
+from zero_compile.scheduler.feed_reads import solve_fed
+from zero_compile.scheduler.pose_problem import MARGIN, Posed, pose
+from zero_compile.scheduler.problem import STAGING_SLOTS
+from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.read_back import Half, Scheduled, read_graph, read_step
+from zero_compile.simulator.simulate import simulate
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Channel, Policy, Residence, Stage
 
 CPU = hardware.load("cpu")
 #: Transfers so slow that gathers want to start long before their uses.

@@ -14,14 +14,14 @@ from torch import nn
 from zoo_plain import ConvNet
 
 from tools.dump_schedule import sum_of_gradients
-from zero_compile.planner import hardware
-from zero_compile.planner.budget import Held, Resident, resident
-from zero_compile.planner.evaluate import evaluate, held_bytes
-from zero_compile.planner.hardware import Hardware, Link
-from zero_compile.planner.pose import MARGIN
-from zero_compile.preview import Preview, preview
+from zero_compile.analysis import hardware
+from zero_compile.analysis.hardware import Hardware, Link
+from zero_compile.analysis.resident_memory import Held, Resident, resident
+from zero_compile.api.preview import Preview, preview
+from zero_compile.scheduler.evaluate import evaluate, held_bytes
+from zero_compile.scheduler.pose_problem import MARGIN
 from zero_runtime.errors import OptionError, PlanError, ZeroError
-from zero_runtime.plan import (
+from zero_runtime.ir.plan import (
     Channel,
     Phase,
     Plan,
@@ -31,7 +31,7 @@ from zero_runtime.plan import (
     StepKind,
     Tier,
 )
-from zero_runtime.timeline import Category
+from zero_runtime.ir.timeline import Category
 
 Made = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 MS = 1e-3

@@ -7,14 +7,14 @@ from offloaded import layers
 from test_simulate import COMPUTE, GATHER, READ, REDUCE, UPLOAD, op, program
 from test_solve import large
 
-from zero_compile.planner.feed import solve_fed
-from zero_compile.planner.lay_down import lay_down
-from zero_compile.planner.program import Buffer, Op, Program
-from zero_compile.planner.prove import prove
-from zero_compile.planner.simulate import simulate
-from zero_compile.planner.solve import solve
+from zero_compile.scheduler.feed_reads import solve_fed
+from zero_compile.scheduler.solve_starts import solve
+from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.program import Buffer, Op, Program
+from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
-from zero_runtime.timeline import Category
+from zero_runtime.ir.timeline import Category
 
 
 def takes(*names: str) -> dict[str, tuple[Buffer, ...]]:

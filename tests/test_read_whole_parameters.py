@@ -5,9 +5,9 @@ from expecttest import TestCase
 from graphs import text, traced
 
 from zero_compile import pipeline
-from zero_compile.fx_graph import calls
+from zero_compile.analysis.fx_graph import calls
 from zero_compile.passes.read_whole_parameters import read_whole_parameters
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 P, X = torch.randn(4, 4), torch.randn(2, 4)
 

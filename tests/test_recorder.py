@@ -11,8 +11,8 @@ from torch import nn
 
 import zero_compile
 from zero_runtime.errors import ZeroError
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Source, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Source, Timeline
 
 
 def _recorded() -> tuple[Timeline, float, list[list[int]]]:

@@ -7,9 +7,10 @@ from graphs import BACKWARD, FORWARD, JOINT, mlp, named, record, snapshot, text,
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls, output_node
+from zero_compile.analysis.fx_graph import calls, output_node
 from zero_compile.passes.regather_in_backward import regather_in_backward
-from zero_runtime import compat, ops
+from zero_runtime import compat
+from zero_runtime.ir import ops
 
 
 class WeightNorm(nn.Module):

@@ -7,8 +7,8 @@ from graphs import BACKWARD, FORWARD, INFERENCE, gpt, index, lowered, mlp, recor
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls
+from zero_runtime.ir import ops
 
 P, X = torch.randn(4, 4), torch.randn(4, 4)
 mm = torch.ops.aten.mm.default

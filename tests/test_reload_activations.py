@@ -6,13 +6,13 @@ from graphs import BACKWARD, named, names, snapshot, text
 from test_offload_activations import recorded
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls
+from zero_compile.analysis.fx_graph import calls
 from zero_compile.passes.reload_activations import reload_activations
-from zero_compile.planner.activations import Move
+from zero_compile.scheduler.activations import Move
 from zero_compile.verify import verify_moved
-from zero_runtime import ops
 from zero_runtime.errors import PlanError
-from zero_runtime.plan import Tier
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Tier
 
 
 class Snapshot(TestCase):

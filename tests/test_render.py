@@ -25,8 +25,8 @@ from tools.render.measures import (
 from tools.render.page import page
 from tools.render.tables import seconds_text, si_bytes, steps, summary
 from tools.render.trace import chrome_trace
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Event, Sample, Source, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Event, Sample, Source, Timeline
 
 #: A name that breaks out of a script, a tag, an attribute, a placeholder and rich's markup.
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<!--{{data}}[red]\u2028"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_runtime.depot import Depot
 from zero_runtime.errors import PlanError, SwapError
-from zero_runtime.offload import Offload
-from zero_runtime.plan import Phase, Plan, Saved, Tier
-from zero_runtime.saved import HANDLE_BYTES, Crossing, SavedStore
+from zero_runtime.ir.placement import Offload
+from zero_runtime.ir.plan import Phase, Plan, Saved, Tier
+from zero_runtime.offload.memory_tiers import Depot
+from zero_runtime.offload.saved_tensors import HANDLE_BYTES, Crossing, SavedStore
 
 CPU = torch.device("cpu")
 NUMEL = 5000

@@ -8,11 +8,11 @@ from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.analysis.fx_graph import bucket_number, calls
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_compile.verify import verify_scheduled
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 DEPTHS = (0, 1, 3, 100)
 _SHORT = {

@@ -8,12 +8,12 @@ from graphs import laid_out as lay_out
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.analysis.fx_graph import bucket_number, calls
 from zero_compile.passes.release_after_last_reader import release_after_last_reader
 from zero_compile.passes.schedule_planned import schedule_planned
-from zero_compile.planner.decide import Early, GraphSchedule
+from zero_compile.scheduler.decide_schedule import Early, GraphSchedule
 from zero_compile.verify import verify_scheduled
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 
 def chain(layers: int = 4) -> GraphModule:

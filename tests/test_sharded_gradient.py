@@ -17,7 +17,7 @@ from torch import nn
 from training import mean_over_ranks, mine
 
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.gradient import ShardedGradient
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 
 def _pair(loss_scale: float = 1.0, options: Any = None) -> tuple[nn.Module, nn.Module]:

@@ -5,18 +5,18 @@ import time
 import pytest
 from test_solve import large
 
-from zero_compile.planner.lay_down import lay_down
-from zero_compile.planner.program import Buffer, Op, Program
-from zero_compile.planner.simulate import (
+from zero_compile.scheduler.solve_starts import solve
+from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.program import Buffer, Op, Program
+from zero_compile.simulator.simulate import (
     exposed_by_channel,
     overlap_efficiency,
     peak_by_category,
     simulate,
 )
-from zero_compile.planner.solve import solve
 from zero_runtime.errors import PlanError
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Source, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Source, Timeline
 
 COMPUTE, GATHER, REDUCE = Channel.COMPUTE, Channel.ALL_GATHER, Channel.REDUCE_SCATTER
 READ, UPLOAD = Channel.NVME_READ, Channel.HOST_TO_DEVICE

@@ -7,9 +7,9 @@ from graphs import BACKWARD, FORWARD, Autocast, Recording, make_mlp, record, sna
 from torch import nn
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls
+from zero_compile.analysis.fx_graph import calls
 from zero_compile.passes.sink_casts import sink_casts
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 aten, prims = torch.ops.aten, torch.ops.prims
 P, X = torch.randn(4, 4), torch.randn(4, 4)

@@ -18,7 +18,7 @@ from graphs import (
 )
 
 import zero_compile
-from zero_runtime.plan import Plan
+from zero_runtime.ir.plan import Plan
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 

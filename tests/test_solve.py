@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_compile.planner.evaluate import evaluate, exposed_seconds, held_bytes, peak_bytes
-from zero_compile.planner.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.planner.solve import solve
+from zero_compile.scheduler.evaluate import evaluate, exposed_seconds, held_bytes, peak_bytes
+from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
+from zero_compile.scheduler.solve_starts import solve
 from zero_runtime.errors import PlanError
 
 MB = 1 << 20

@@ -7,9 +7,9 @@ from graphs import snapshot, text, traced
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.analysis.fx_graph import bucket_number, calls
 from zero_compile.passes.split_distant_uses import split_distant_uses
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 
 def tied(layers: int = 3, transposed: bool = True) -> tuple[GraphModule, list]:

@@ -11,7 +11,7 @@ from torch import nn
 from training import Run, assert_same_training, train
 
 import zero_compile
-from zero_runtime.gradient import ShardedGradient
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 STAGES = ["zero1", "zero2", "zero3"]
 

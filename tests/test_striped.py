@@ -1,4 +1,4 @@
-"""Tests of zero_runtime.striped: several folders as one swap file that grows."""
+"""Tests of zero_runtime.offload.striped_swap: several folders as one swap file that grows."""
 
 import errno
 import os
@@ -12,8 +12,8 @@ import torch
 from swaps import MIB, ONE_AT_A_TIME, flip, held_in, noise, read_back, time_limit, within
 
 from zero_runtime.errors import OptionError, SwapError
-from zero_runtime.striped import StripedSwap, _Lane
-from zero_runtime.swap import PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.offload.striped_swap import StripedSwap, _Lane
+from zero_runtime.offload.swap_file import PAGE, AioConfig, Faults, SwapFile
 
 Make = Callable[..., StripedSwap]
 

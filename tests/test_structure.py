@@ -49,7 +49,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
 
 #: Files among the passes that hold what several passes share.
-PASS_HELPERS = frozenset({"__init__", "effects"})
+PASS_HELPERS = frozenset({"__init__", "insert"})
 
 
 class Import(NamedTuple):

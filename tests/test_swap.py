@@ -1,4 +1,4 @@
-"""Tests of zero_runtime.swap: io_uring, threads in C++ and threads of Python must behave alike."""
+"""Tests of zero_runtime.offload.swap_file: io_uring, threads in C++ and threads of Python must behave alike."""
 
 import errno
 import threading
@@ -19,9 +19,9 @@ from swaps import (
     time_limit,
 )
 
-from zero_runtime import native
 from zero_runtime.errors import OptionError, SwapError
-from zero_runtime.swap import MAX_DEPTH, MAX_THREADS, PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.memory import native
+from zero_runtime.offload.swap_file import MAX_DEPTH, MAX_THREADS, PAGE, AioConfig, Faults, SwapFile
 
 SMALL_BLOCKS = AioConfig(block_size=2 * PAGE, queue_depth=4)
 

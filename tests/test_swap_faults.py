@@ -29,7 +29,7 @@ from swaps import (
 )
 
 from zero_runtime.errors import SwapError, ZeroError
-from zero_runtime.swap import PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.offload.swap_file import PAGE, AioConfig, Faults, SwapFile
 
 
 @pytest.fixture(autouse=True)

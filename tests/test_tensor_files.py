@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zero_compile.construction.tensor_files import tensors_at
+from zero_compile.construction.safetensors import tensors_at
 from zero_runtime.errors import OptionError
 
 

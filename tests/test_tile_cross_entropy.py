@@ -14,8 +14,8 @@ from tiles import adamw, of_tokens
 from torch import nn
 from training import Run, against_unsharded, assert_same_training
 
-from zero_compile.fx_graph import calls
-from zero_runtime import tile_kernels
+from zero_compile.analysis.fx_graph import calls
+from zero_runtime.ir import tile_ops
 
 VOCABULARY = 48
 
@@ -74,8 +74,8 @@ def test_no_node_holds_all_logits(loss: Loss) -> None:
     recording = of(loss)
     assert not whole_logits(recording, FORWARD, BACKWARD)
     forward, backward = (recording.scheduled(g).graph for g in (FORWARD, BACKWARD))
-    assert len(calls(forward, tile_kernels.logits)) == 3
-    assert len(calls(backward, tile_kernels.logits_backward)) == 3
+    assert len(calls(forward, tile_ops.logits)) == 3
+    assert len(calls(backward, tile_ops.logits_backward)) == 3
 
 
 def test_without_gradients_either() -> None:
@@ -87,9 +87,9 @@ def test_under_autocast_the_logits_are_narrow_and_the_loss_is_not() -> None:
     targets = torch.zeros(10, dtype=torch.int64)
     recording = record(Narrow(), torch.randn(10, 16), targets, tile_bytes=512)
     assert not whole_logits(recording, FORWARD, BACKWARD)
-    gradients = calls(recording.scheduled(BACKWARD).graph, tile_kernels.logits_backward)
+    gradients = calls(recording.scheduled(BACKWARD).graph, tile_ops.logits_backward)
     assert {n.meta["val"].dtype for n in gradients} == {torch.bfloat16}
-    states = calls(recording.scheduled(FORWARD).graph, tile_kernels.logits)
+    states = calls(recording.scheduled(FORWARD).graph, tile_ops.logits)
     assert {n.meta["val"].dtype for n in states} == {torch.float32}
 
 
@@ -107,7 +107,7 @@ def test_under_autocast_the_logits_are_narrow_and_the_loss_is_not() -> None:
 def test_other_uses_keep_them_whole(loss: Loss) -> None:
     recording = of(loss)
     assert whole_logits(recording, FORWARD)
-    assert not calls(recording.scheduled(FORWARD).graph, tile_kernels.logits)
+    assert not calls(recording.scheduled(FORWARD).graph, tile_ops.logits)
 
 
 def _reduced(kind: str, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -147,8 +147,8 @@ def test_the_kernels_are_a_cross_entropy_and_its_gradient() -> None:
     gradients = []
     for start, stop in ((0, 4), (4, 9), (9, 10)):
         tile = weight[:, start:stop]
-        state = tile_kernels.logits(state, x, tile, targets, start, torch.float32)
-        gradient = tile_kernels.logits_backward(x, tile, targets, lse, scale, start, torch.float32)
+        state = tile_ops.logits(state, x, tile, targets, start, torch.float32)
+        gradient = tile_ops.logits_backward(x, tile, targets, lse, scale, start, torch.float32)
         gradients.append(gradient)
     assert state is not None
     torch.testing.assert_close(state[0] + state[1].log(), lse.squeeze(1))

@@ -13,13 +13,13 @@ from tiles import Gpt, Mlp
 from torch import nn
 from torch.fx import GraphModule, Interpreter
 
-from zero_compile.fx_graph import bucket_number, calls
+from zero_compile.analysis.fx_graph import bucket_number, calls
+from zero_compile.api.preview import preview
 from zero_compile.passes.tile_linears import tile_linears, tileable
-from zero_compile.preview import preview
 from zero_compile.tiling import Cut
 from zero_compile.verify import verify_tiled
-from zero_runtime import ops
 from zero_runtime.errors import PlanError
+from zero_runtime.ir import ops
 
 aten = torch.ops.aten
 

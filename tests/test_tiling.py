@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from zero_compile.layout import Use
-from zero_compile.options import parse
+from zero_compile.bucketing import Use
+from zero_compile.config.options import parse
 from zero_compile.tiling import MOST_TILES, TilePolicy, cut_of, most_bytes, plan_tiles
 from zero_runtime.errors import OptionError
-from zero_runtime.plan import ALIGNMENT, TiledPlan, bounds_of
+from zero_runtime.ir.plan import ALIGNMENT, TiledPlan, bounds_of
 
 
 def weight(*shape: int, stride: tuple[int, ...] | None = None, trainable: bool = True) -> Use:

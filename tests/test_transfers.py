@@ -1,4 +1,4 @@
-"""Tests of zero_runtime.transfers: host memory, and copies between host and device."""
+"""Tests of zero_runtime.offload.host_copies: host memory, and copies between host and device."""
 
 import gc
 import subprocess
@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zero_runtime import native
-from zero_runtime.buffers import flat_buffer, husk
 from zero_runtime.errors import UnsupportedError, ZeroError
-from zero_runtime.transfers import (
+from zero_runtime.memory import native
+from zero_runtime.memory.buffers import flat_buffer, husk
+from zero_runtime.offload.host_copies import (
     Pool,
     Transfers,
     _StreamTransfers,

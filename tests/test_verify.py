@@ -5,10 +5,10 @@ import torch
 from graphs import BACKWARD, CAPTURED, FORWARD, call_before, lowered, mlp, traced
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls, output_node
+from zero_compile.analysis.fx_graph import calls, output_node
 from zero_compile.verify import verify_bucketed, verify_captured, verify_scheduled
-from zero_runtime import ops
 from zero_runtime.errors import PlanError
+from zero_runtime.ir import ops
 
 P, X = torch.randn(4, 4), torch.randn(4, 4)
 

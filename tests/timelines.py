@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Event, Sample, Source, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Event, Sample, Source, Timeline
 
 MIB = 2**20
 

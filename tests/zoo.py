@@ -21,8 +21,8 @@ from training import mean_over_ranks, relative, world
 from zoo_models import Entry, Inputs, Turn
 from zoo_plain import ZOO
 
-from zero_compile.report import sessions
-from zero_runtime.gradient import ShardedGradient
+from zero_compile.api.report import sessions
+from zero_runtime.sharding.sharded_gradient import ShardedGradient
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4

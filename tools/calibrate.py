@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from zero_compile.planner.hardware import Hardware, Link, Peaks, Sustained, save
+from zero_compile.analysis.hardware import Hardware, Link, Peaks, Sustained, save
 from zero_runtime.errors import GroupError, OptionError
 
 MEASURED = Sustained(matmul=1.0, memory=1.0, links=1.0)

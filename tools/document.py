@@ -6,8 +6,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from zero_runtime.errors import OptionError
-from zero_runtime.plan import Plan
-from zero_runtime.timeline import Timeline
+from zero_runtime.ir.plan import Plan
+from zero_runtime.ir.timeline import Timeline
 
 
 @dataclass(frozen=True)

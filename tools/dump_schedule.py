@@ -24,12 +24,12 @@ from tools.plan_tables import buckets_table, steps_table, summary
 from tools.render import diff, page, tables, trace
 from tools.render.tables import channel_text, si_bytes
 from tools.sizing import Wanted, formula, largest_batch
-from zero_compile.planner.explain import explain
-from zero_compile.preview import GraphPreview, Preview
-from zero_compile.tiers import is_evicted
-from zero_runtime.bucket import reduced_numel
+from zero_compile.analysis.tiers import is_evicted
+from zero_compile.api.preview import GraphPreview, Preview
+from zero_compile.simulator.explain import explain
 from zero_runtime.errors import OptionError, ZeroError
-from zero_runtime.plan import Channel, StepKind, dtype_of
+from zero_runtime.ir.plan import Channel, StepKind, dtype_of
+from zero_runtime.sharding.bucket import reduced_numel
 
 _MANY = 200
 _OUT = {"dir_okay": False, "writable": True}

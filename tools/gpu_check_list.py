@@ -22,10 +22,11 @@ import torch
 
 from tools.gpu_check_rank import MET, WORLD
 from tools.gpu_check_training import TOLERANCE, Size, batches, difference, make, train
-from zero_compile.preview import preview
-from zero_runtime import host_optimizer, native
-from zero_runtime.host_optimizer import AdamOptions, Bucket, adam_step
-from zero_runtime.transfers import Pool, cuda_extension, transfers_for
+from zero_compile.api.preview import preview
+from zero_runtime.memory import native
+from zero_runtime.offload.host_copies import Pool, cuda_extension, transfers_for
+from zero_runtime.optim import cpu_optimizer
+from zero_runtime.optim.cpu_optimizer import AdamOptions, Bucket, adam_step
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -255,9 +256,7 @@ def host_optimizer_speed(_: torch.device) -> str:
     ]
     torch.testing.assert_close(param, theirs.detach(), rtol=1e-5, atol=1e-6)
     here, torchs = (min(each) for each in zip(*times, strict=True))
-    said = (
-        f"{here * 1e3:.1f} ms ({host_optimizer.available_isas()[0]}), torch {torchs * 1e3:.1f} ms"
-    )
+    said = f"{here * 1e3:.1f} ms ({cpu_optimizer.available_isas()[0]}), torch {torchs * 1e3:.1f} ms"
     assert here <= torchs, f"slower than torch: {said}"
     return said
 

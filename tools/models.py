@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_compile.preview import MakeModel
+from zero_compile.api.preview import MakeModel
 from zero_runtime.errors import OptionError
 
 _PRESETS = Path(__file__).with_name("presets.json")

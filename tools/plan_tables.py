@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from zero_runtime.plan import OF_SAVED, BucketPlan, Plan, Residence, Step, StepKind
+from zero_runtime.ir.plan import OF_SAVED, BucketPlan, Plan, Residence, Step, StepKind
 
 
 def buckets_table(plan: Plan) -> Table:

@@ -8,8 +8,8 @@ import sympy  # type: ignore[import-untyped]
 
 from tools.models import Shape, model_maker
 from tools.render.tables import si_bytes
-from zero_compile.planner.budget import parse_bytes
-from zero_compile.preview import Preview, preview
+from zero_compile.analysis.resident_memory import parse_bytes
+from zero_compile.api.preview import Preview, preview
 from zero_runtime.errors import OptionError, PlanError
 
 
@@ -27,7 +27,7 @@ class Wanted:
         """Plan it.
 
         Raises:
-            OptionError, PlanError, ZeroError: as :func:`zero_compile.preview.preview`.
+            OptionError, PlanError, ZeroError: as :func:`zero_compile.api.preview.preview`.
         """
         return preview(
             model_maker(self.target, self.shape),

@@ -5,7 +5,14 @@ offers on top looks at a compiled model (what it holds, and the plans it runs), 
 programs written for DeepSpeed: ``initialize`` and the estimates of memory.
 """
 
-from zero_compile.access import (
+from zero_compile.api.estimate import MemoryEstimate, estimate_memory
+from zero_compile.api.gathered_parameters import GatheredParameters
+from zero_compile.api.no_sync import no_sync
+from zero_compile.api.report import MemoryReport, memory_report, plans, timelines
+from zero_compile.capture.captured_graph import partition
+from zero_compile.construction.init import Init
+from zero_compile.construction.materialize import materialize
+from zero_compile.deepspeed.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -19,9 +26,6 @@ from zero_compile.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zero_compile.capture import partition
-from zero_compile.construction.init import Init
-from zero_compile.construction.materialize import materialize
 from zero_compile.deepspeed.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -30,13 +34,12 @@ from zero_compile.deepspeed.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zero_compile.deepspeed.start import initialize
-from zero_compile.estimate import MemoryEstimate, estimate_memory
-from zero_compile.external import register_external_parameter, unregister_external_parameter
-from zero_compile.gathered import GatheredParameters
-from zero_compile.no_sync import no_sync
-from zero_compile.report import MemoryReport, memory_report, plans, timelines
-from zero_compile.tiled_linear import TiledLinear, TiledLinearReturnBias
+from zero_compile.deepspeed.external import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from zero_compile.deepspeed.initialize import initialize
+from zero_compile.deepspeed.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",

@@ -13,17 +13,17 @@ from typing import Any
 from torch.fx import GraphModule
 
 from zero_compile import pipeline
-from zero_compile.capture import Capture
+from zero_compile.capture.captured_graph import Capture
+from zero_compile.capture.checks import refuse_torch_version
+from zero_compile.capture.offload import refuse_folders
+from zero_compile.capture.uncompiled import refuse_unseen
+from zero_compile.config.options import parse
 from zero_compile.lowering import Lowered, Lowering
-from zero_compile.offload import refuse_folders
-from zero_compile.options import parse
-from zero_compile.refusals import refuse_torch_version
-from zero_compile.unseen import refuse_unseen
 from zero_runtime import compat
 from zero_runtime.errors import PlanError
 from zero_runtime.executor import Executor
-from zero_runtime.optimizer import HOOKS
-from zero_runtime.plan import Phase, Stage
+from zero_runtime.ir.plan import Phase, Stage
+from zero_runtime.optim.step_hooks import HOOKS
 
 
 def zero3(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, reloads, saved_number
-from zero_compile.planner.decide import GraphSchedule
-from zero_compile.tiers import gathered_in_place, is_fetched, shard_bytes
-from zero_runtime import ops
-from zero_runtime.bucket import reduced_numel
-from zero_runtime.plan import (
+from zero_compile.analysis.fx_graph import bucket_number, calls, reloads, saved_number
+from zero_compile.analysis.tiers import gathered_in_place, is_fetched, shard_bytes
+from zero_compile.scheduler.decide_schedule import GraphSchedule
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import (
     OF_SAVED,
     BucketPlan,
     Channel,
@@ -25,6 +24,7 @@ from zero_runtime.plan import (
     dtype_name,
     dtype_of,
 )
+from zero_runtime.sharding.bucket import reduced_numel
 
 _DEFAULT = Policy()
 _ALONE = GraphSchedule()

@@ -8,26 +8,26 @@ from typing import Any, TypeVar
 from torch.fx import GraphModule, Node
 
 from zero_compile import pipeline
-from zero_compile.capture import Capture
+from zero_compile.analysis import hardware as profiles
+from zero_compile.analysis.costs import saturating_bytes
+from zero_compile.analysis.fx_graph import calls, output_node, parameter_number
+from zero_compile.analysis.hardware import Hardware
+from zero_compile.analysis.resident_memory import Held, Resident, left_over, resident
+from zero_compile.capture.captured_graph import Capture
+from zero_compile.config.options import Options
 from zero_compile.emit_plan import emit_plan
-from zero_compile.fx_graph import calls, output_node, parameter_number
-from zero_compile.options import Options
-from zero_compile.planner import hardware as profiles
-from zero_compile.planner.activations import plan_activations
-from zero_compile.planner.budget import Held, Resident, left_over, resident
-from zero_compile.planner.costs import saturating_bytes
-from zero_compile.planner.decide import GraphSchedule, Limits, plan_graph, plan_step
-from zero_compile.planner.hardware import Hardware
-from zero_compile.planner.pose import Posed, pose
-from zero_compile.planner.read_back import Half, Scheduled, read_graph, read_step
-from zero_compile.planner.saved import Wanted, candidates
+from zero_compile.scheduler.activations import plan_activations
+from zero_compile.scheduler.decide_schedule import GraphSchedule, Limits, plan_graph, plan_step
+from zero_compile.scheduler.pose_problem import Posed, pose
+from zero_compile.scheduler.saved_values import Wanted, candidates
+from zero_compile.simulator.read_back import Half, Scheduled, read_graph, read_step
 from zero_compile.tiling import TilePolicy, most_bytes
-from zero_runtime import ops
-from zero_runtime.entry import Entry
 from zero_runtime.errors import PlanError
-from zero_runtime.gradient import Place
-from zero_runtime.offload import Offload
-from zero_runtime.plan import Phase, Plan, Policy, Residence, Stage, dtype_name
+from zero_runtime.ir import ops
+from zero_runtime.ir.placement import Offload
+from zero_runtime.ir.plan import Phase, Plan, Policy, Residence, Stage, dtype_name
+from zero_runtime.sharding.parameter_state import Entry
+from zero_runtime.sharding.sharded_gradient import Place
 
 _Schedule = TypeVar("_Schedule")
 

@@ -21,9 +21,9 @@ from zero_compile.passes.sink_casts import sink_casts
 from zero_compile.passes.split_distant_uses import split_distant_uses
 from zero_compile.passes.tile_cross_entropy import tile_cross_entropy
 from zero_compile.passes.tile_linears import tile_linears
-from zero_compile.planner.activations import Move
-from zero_compile.planner.decide import GraphSchedule
-from zero_compile.planner.problem import STAGING_SLOTS
+from zero_compile.scheduler.activations import Move
+from zero_compile.scheduler.decide_schedule import GraphSchedule
+from zero_compile.scheduler.problem import STAGING_SLOTS
 from zero_compile.tiling import Cut
 from zero_compile.verify import (
     verify_bucketed,
@@ -33,7 +33,7 @@ from zero_compile.verify import (
     verify_tiled,
 )
 from zero_runtime import compat
-from zero_runtime.plan import BucketPlan, Phase, Stage
+from zero_runtime.ir.plan import BucketPlan, Phase, Stage
 
 Pass = Callable[[GraphModule], GraphModule]
 Check = Callable[[GraphModule], None]

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
 
-from zero_compile.layout import Use
-from zero_runtime.plan import ALIGNMENT, Slot, TiledPlan, bounds_of, chunk_for, dtype_name
-from zero_runtime.plan import tile_slot as slot_of_tile
+from zero_compile.bucketing import Use
+from zero_runtime.ir.plan import (
+    ALIGNMENT,
+    Slot,
+    TiledPlan,
+    bounds_of,
+    chunk_for,
+    dtype_name,
+)
+from zero_runtime.ir.plan import tile_slot as slot_of_tile
 
 Over = Literal["rows", "columns", "planner"]
 

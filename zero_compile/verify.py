@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import (
+from zero_compile.analysis.fx_graph import (
     bucket_number,
     calls,
     is_view,
@@ -17,9 +17,9 @@ from zero_compile.fx_graph import (
     saved_number,
 )
 from zero_compile.tiling import Cut
-from zero_runtime import ops
 from zero_runtime.errors import PlanError
-from zero_runtime.plan import BucketPlan
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan
 
 
 def verify_captured(gm: GraphModule, *, parameters: Mapping[int, int]) -> None:

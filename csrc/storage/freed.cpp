@@ -1,7 +1,7 @@
 // Storages that refuse to be read, with a message of ours.
 //
 // They are not part of PyTorch's stable ABI, so this module alone is tied to the version that it
-// was built against: zero_runtime/freed.py does not use it beside another.
+// was built against: zero_runtime/memory/freed.py does not use it beside another.
 
 #include <Python.h>
 #include <c10/core/StorageImpl.h>

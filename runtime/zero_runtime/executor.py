@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from zero_runtime.agreement import digest_of
-from zero_runtime.bucket import Bucket, Flight, refuse_sparse
-from zero_runtime.buffers import husk, in_memory_order
-from zero_runtime.collectives import Done
-from zero_runtime.depot import Moving
+from zero_runtime.comm.consistency import digest_of
+from zero_runtime.comm.transports import Done
 from zero_runtime.errors import PlanError
-from zero_runtime.gradient import Place, SpentGradient
-from zero_runtime.plan import OF_SAVED, Phase, Plan, Slot, StepKind
-from zero_runtime.put_off import whole_like
-from zero_runtime.saved import Crossing
+from zero_runtime.ir.plan import OF_SAVED, Phase, Plan, Slot, StepKind
+from zero_runtime.memory.buffers import husk, in_memory_order
+from zero_runtime.offload.memory_tiers import Moving
+from zero_runtime.offload.saved_tensors import Crossing
 from zero_runtime.session import Session
-from zero_runtime.tiles import Arriving, TiledBucket
+from zero_runtime.sharding.bucket import Bucket, Flight, refuse_sparse
+from zero_runtime.sharding.put_off import whole_like
+from zero_runtime.sharding.sharded_gradient import Place, SpentGradient
+from zero_runtime.sharding.tiled_bucket import Arriving, TiledBucket
 
 #: The executor whose graph runs in this context. Dynamic scope keeps session names out of the
 #: graphs, so that equal graphs share compiled code.

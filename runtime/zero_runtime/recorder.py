@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from zero_runtime.plan import OF_SAVED, Channel, Phase, Plan, Step, StepKind
-from zero_runtime.timeline import Category, Event, Sample, Source, Timeline
+from zero_runtime.ir.plan import OF_SAVED, Channel, Phase, Plan, Step, StepKind
+from zero_runtime.ir.timeline import Category, Event, Sample, Source, Timeline
 
 _CHANNELS = {
     StepKind.ALL_GATHER_START: (Channel.ALL_GATHER, Category.GATHERED),

@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 from zero_runtime import compat
-from zero_runtime.agreement import digest_of
-from zero_runtime.bucket import Bucket, Flight, refuse_sparse
-from zero_runtime.building import Building
-from zero_runtime.carried import Carried
-from zero_runtime.collectives import Group
-from zero_runtime.depot import Depot
-from zero_runtime.entry import Entry, ParameterState
+from zero_runtime.comm.consistency import digest_of
+from zero_runtime.comm.transports import Group
+from zero_runtime.eager.construction import Building
+from zero_runtime.eager.sharded_parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
-from zero_runtime.gradient import Place, ShardedGradient, SpentGradient
-from zero_runtime.lent import Lent
+from zero_runtime.ir.placement import Offload, Residences
+from zero_runtime.ir.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
 from zero_runtime.notices import Lines
-from zero_runtime.offload import Offload, Residences
-from zero_runtime.parameter import ShardedParameter, as_plain, class_for
-from zero_runtime.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
-from zero_runtime.put_off import LateReductions, PutOffGradient, whole_like
+from zero_runtime.offload.memory_tiers import Depot
+from zero_runtime.offload.saved_tensors import SavedStore
 from zero_runtime.recorder import Observer, Recorder, Silent
-from zero_runtime.saved import SavedStore
-from zero_runtime.tiles import TiledBucket
-from zero_runtime.updates import Updates
+from zero_runtime.sharding.bucket import Bucket, Flight, refuse_sparse
+from zero_runtime.sharding.gather_cache import Carried
+from zero_runtime.sharding.gathered_views import Lent
+from zero_runtime.sharding.parameter_state import Entry, ParameterState
+from zero_runtime.sharding.put_off import LateReductions, PutOffGradient, whole_like
+from zero_runtime.sharding.sharded_gradient import Place, ShardedGradient, SpentGradient
+from zero_runtime.sharding.tiled_bucket import TiledBucket
+from zero_runtime.sharding.update_in_backward import Updates
 
 _STAYS = Offload()
 

@@ -17,8 +17,8 @@ from tools.render.measures import (
     used_channels,
 )
 from tools.render.tables import channel_text, percent, seconds_text, si_bytes
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Timeline
 
 #: Shifts shorter than this (seconds) are noise.
 _NOTICEABLE = 1e-9

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Event, Sample, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Event, Sample, Timeline
 
 #: From the channel nearest to compute to the farthest: the order in which a wait is blamed.
 TRANSFERS = tuple(channel for channel in Channel if channel is not Channel.COMPUTE)

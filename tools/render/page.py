@@ -16,8 +16,8 @@ from tools.render.measures import (
     used_channels,
 )
 from tools.render.tables import channel_text, percent, seconds_text, si_bytes
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Category, Event, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Event, Timeline
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -14,7 +14,7 @@ from tools.render.measures import (
     traffic,
     used_categories,
 )
-from zero_runtime.timeline import Event, Timeline
+from zero_runtime.ir.timeline import Event, Timeline
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIMES = ((1e-6, "ns", 1e9), (1e-3, "µs", 1e6), (1.0, "ms", 1e3), (float("inf"), "s", 1.0))

@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 from tools.render.measures import used_categories, used_channels
-from zero_runtime.plan import Channel
-from zero_runtime.timeline import Event, Timeline
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Event, Timeline
 
 #: A thread id for each channel, in the order the lanes are shown.
 _LANES = {channel: number for number, channel in enumerate(Channel)}

@@ -14,18 +14,18 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zero_compile.capture import build_session
-from zero_compile.construction.config import (
+from zero_compile.capture.captured_graph import build_session
+from zero_compile.capture.checks import refuse_parameter
+from zero_compile.capture.find_model import parameter_names, refuse_wrapper
+from zero_compile.config.deepspeed.convert import options_for_parameters
+from zero_compile.config.deepspeed.reading import Source
+from zero_compile.config.options import parse
+from zero_compile.construction.init_config import (
     notice_ignored,
     one_of,
     refuse_unsupported,
     with_remote_device,
 )
-from zero_compile.deepspeed.convert import options_for_parameters
-from zero_compile.deepspeed.reading import Source
-from zero_compile.options import parse
-from zero_compile.refusals import refuse_parameter
-from zero_compile.root import parameter_names, refuse_wrapper
 from zero_runtime.errors import OptionError
 from zero_runtime.session import Session
 

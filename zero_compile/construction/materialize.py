@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_compile.capture import build_session
-from zero_compile.construction.tensor_files import Stored, tensors_at
-from zero_compile.options import parse
-from zero_compile.refusals import refuse_parameter
-from zero_compile.root import parameter_names, refuse_wrapper
-from zero_runtime.buffers import lies_as
+from zero_compile.capture.captured_graph import build_session
+from zero_compile.capture.checks import refuse_parameter
+from zero_compile.capture.find_model import parameter_names, refuse_wrapper
+from zero_compile.config.options import parse
+from zero_compile.construction.safetensors import Stored, tensors_at
 from zero_runtime.errors import OptionError, UnsupportedError, ZeroError
+from zero_runtime.memory.buffers import lies_as
 from zero_runtime.session import Session, session_of
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zero_compile.deepspeed.config import Config
+from zero_compile.config.deepspeed.config import Config
 from zero_runtime.errors import OptionError
 
 

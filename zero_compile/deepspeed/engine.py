@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_compile.api.no_sync import no_sync
+from zero_compile.config.deepspeed.config import Config
+from zero_compile.config.deepspeed.convert import DTYPES
 from zero_compile.deepspeed.batch import Batch
-from zero_compile.deepspeed.config import Config
-from zero_compile.deepspeed.convert import DTYPES
 from zero_compile.deepspeed.loader import Seat
 from zero_compile.deepspeed.scaling import LossScale
-from zero_compile.no_sync import no_sync
 from zero_runtime import compat
 from zero_runtime.errors import UnsupportedError, ZeroError
 
@@ -192,7 +192,7 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep whole local gradients, which the first one outside reduces too.
 
-        Works at every stage, see :func:`zero_compile.no_sync`.
+        Works at every stage, see :func:`zero_compile.api.no_sync`.
         """
         with no_sync(self.module):
             yield

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_compile.config.deepspeed.sections import Optimizer, Scheduler
 from zero_compile.deepspeed import schedules
-from zero_compile.deepspeed.sections import Optimizer, Scheduler
 from zero_runtime.errors import OptionError, UnsupportedError
-from zero_runtime.optimizer import ELEMENTWISE
+from zero_runtime.optim.step_hooks import ELEMENTWISE
 
 _COMPRESSED = (
     "it averages compressed gradients itself; here gradients are reduced in the compiled graph, before "

@@ -2,7 +2,7 @@
 
 import torch
 
-from zero_compile.deepspeed.sections import Fp16
+from zero_compile.config.deepspeed.sections import Fp16
 from zero_runtime.errors import ZeroError
 
 #: A scale that GradScaler never raises.

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import calls, parameter_number, positions
-from zero_compile.passes.effects import channel_of, insert_call, keep_what_escapes
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan
+from zero_compile.analysis.fx_graph import calls, parameter_number, positions
+from zero_compile.passes.insert import channel_of, insert_call, keep_what_escapes
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan
 
 
 def bucket_gathers(

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, parameter_number, positions
-from zero_compile.passes.effects import channel_of, insert_call
-from zero_runtime import ops
-from zero_runtime.bucket import reduced_numel
-from zero_runtime.plan import BucketPlan, Stage
+from zero_compile.analysis.fx_graph import bucket_number, calls, parameter_number, positions
+from zero_compile.passes.insert import channel_of, insert_call
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan, Stage
+from zero_runtime.sharding.bucket import reduced_numel
 
 
 def bucket_reductions(

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, output_node
-from zero_compile.passes.effects import channel_of, insert_call
-from zero_compile.tiers import is_evicted
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan, Stage
+from zero_compile.analysis.fx_graph import bucket_number, calls, output_node
+from zero_compile.analysis.tiers import is_evicted
+from zero_compile.passes.insert import channel_of, insert_call
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan, Stage
 
 
 def evict_gradients(

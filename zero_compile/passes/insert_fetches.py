@@ -7,7 +7,7 @@
 All three only start something. A planner says where; without one, a shard is fetched one bucket
 further ahead than it is gathered, and read two further ahead. A read waits for a staging slot: the
 gather that a shard was read for gives its slot back. The order among reads, fetches and gathers of
-one place is that of :mod:`zero_compile.planner.issue`.
+one place is that of :mod:`zero_compile.scheduler.issue`.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, is_view, output_node
-from zero_compile.passes.effects import channel_of, insert_call
-from zero_compile.planner.decide import Departure, GraphSchedule
-from zero_compile.planner.problem import STAGING_SLOTS
-from zero_compile.tiers import is_fetched, is_read
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan
+from zero_compile.analysis.fx_graph import bucket_number, calls, is_view, output_node
+from zero_compile.analysis.tiers import is_fetched, is_read
+from zero_compile.passes.insert import channel_of, insert_call
+from zero_compile.scheduler.decide_schedule import Departure, GraphSchedule
+from zero_compile.scheduler.problem import STAGING_SLOTS
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan
 
 
 @dataclass(eq=False)

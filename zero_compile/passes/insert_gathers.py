@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from zero_runtime import ops
+from zero_runtime.ir import ops
 
 
 def insert_gathers(gm: GraphModule, *, parameters: Mapping[int, int]) -> GraphModule:

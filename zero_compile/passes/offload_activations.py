@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import is_view, last_touches, output_node, positions, readers
-from zero_compile.passes.effects import channel_of, insert_call, node_at
-from zero_compile.planner.activations import Move
-from zero_runtime import ops
-from zero_runtime.plan import Tier
+from zero_compile.analysis.fx_graph import is_view, last_touches, output_node, positions, readers
+from zero_compile.passes.insert import channel_of, insert_call, node_at
+from zero_compile.scheduler.activations import Move
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Tier
 
 
 def offload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule:

@@ -2,9 +2,9 @@
 
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls
-from zero_compile.passes.effects import keep_what_escapes
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls
+from zero_compile.passes.insert import keep_what_escapes
+from zero_runtime.ir import ops
 
 
 def read_whole_parameters(gm: GraphModule) -> GraphModule:

@@ -8,7 +8,8 @@ backward, also those of gradients that do not depend on it (zeros, say).
 import torch
 from torch.fx import GraphModule, Node
 
-from zero_runtime import compat, ops
+from zero_runtime import compat
+from zero_runtime.ir import ops
 
 #: Beyond any region the user's own checkpointing makes.
 _REGION = 100_000

@@ -2,9 +2,9 @@
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import calls, last_touches, output_node, positions, readers
-from zero_compile.passes.effects import channel_of
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls, last_touches, output_node, positions, readers
+from zero_compile.passes.insert import channel_of
+from zero_runtime.ir import ops
 
 
 def release_after_last_reader(gm: GraphModule) -> GraphModule:

@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import positions
-from zero_compile.passes.effects import channel_of, insert_call, node_at
-from zero_compile.planner.activations import Move
-from zero_runtime import compat, ops
-from zero_runtime.plan import Tier
-from zero_runtime.saved import HANDLE_BYTES
+from zero_compile.analysis.fx_graph import positions
+from zero_compile.passes.insert import channel_of, insert_call, node_at
+from zero_compile.scheduler.activations import Move
+from zero_runtime import compat
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import Tier
+from zero_runtime.offload.saved_tensors import HANDLE_BYTES
 
 
 def reload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule:

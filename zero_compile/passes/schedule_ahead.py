@@ -7,9 +7,9 @@ waits, so the graph stays legal whatever it chooses.
 
 from torch.fx import GraphModule
 
-from zero_compile.fx_graph import calls, output_node
-from zero_compile.passes.effects import assemble_last
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls, output_node
+from zero_compile.passes.insert import assemble_last
+from zero_runtime.ir import ops
 
 
 def schedule_ahead(gm: GraphModule, *, depth: int) -> GraphModule:

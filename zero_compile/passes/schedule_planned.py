@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import calls, output_node, positions
-from zero_compile.passes.effects import assemble_last, channel_of, insert_call
-from zero_compile.planner.costs import kernels_before
-from zero_compile.planner.decide import GraphSchedule
-from zero_runtime import ops
-from zero_runtime.plan import dtype_of
+from zero_compile.analysis.costs import kernels_before
+from zero_compile.analysis.fx_graph import calls, output_node, positions
+from zero_compile.passes.insert import assemble_last, channel_of, insert_call
+from zero_compile.scheduler.decide_schedule import GraphSchedule
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import dtype_of
 
 
 def schedule_planned(gm: GraphModule, *, schedule: GraphSchedule) -> GraphModule:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls, parameter_number
-from zero_runtime import ops
+from zero_compile.analysis.fx_graph import calls, parameter_number
+from zero_runtime.ir import ops
 
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 

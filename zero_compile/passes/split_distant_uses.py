@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from zero_compile.fx_graph import bucket_number, calls, is_view, last_touches, positions
-from zero_runtime import ops
-from zero_runtime.plan import BucketPlan
+from zero_compile.analysis.fx_graph import bucket_number, calls, is_view, last_touches, positions
+from zero_runtime.ir import ops
+from zero_runtime.ir.plan import BucketPlan
 
 
 def split_distant_uses(

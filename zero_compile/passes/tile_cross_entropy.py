@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls, positions
-from zero_compile.passes.effects import erase_unread, insert_part, replace_node
+from zero_compile.analysis.fx_graph import calls, positions
+from zero_compile.passes.insert import erase_unread, insert_part, replace_node
 from zero_compile.passes.sink_casts import cast_dtype
-from zero_runtime import ops, tile_kernels
+from zero_runtime.ir import ops, tile_ops
 
 aten = torch.ops.aten
 
@@ -228,7 +228,7 @@ def _state(found: _Entropy) -> tuple[Node, Node]:
     for weight, (start, _) in zip(found.weights, found.bounds, strict=True):
         tile = _again(at, weight)
         args = (state, found.x, tile, targets, start, found.dtype)
-        state = insert_part(at, tile_kernels.logits, *args)
+        state = insert_part(at, tile_ops.logits, *args)
     most, total, picked = (insert_part(at, aten.select.int, state, 0, n) for n in range(3))
     lse = insert_part(at, aten.add.Tensor, insert_part(at, aten.log.default, total), most)
     return (
@@ -253,7 +253,7 @@ def _replace_gradient(found: _Entropy, backward: _Backward, lse: Node) -> None:
     for weight, (start, _), parts in zip(found.weights, found.bounds, backward.parts, strict=True):
         with at.graph.inserting_before(at):
             args = (found.x, _again(at, weight), targets, lse, backward.scale, start)
-            tile = insert_part(at, tile_kernels.logits_backward, *args, backward.dtype)
+            tile = insert_part(at, tile_ops.logits_backward, *args, backward.dtype)
         for part in parts:
             _use(tile, part, at)
     for node in (*read, at):

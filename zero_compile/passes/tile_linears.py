@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from zero_compile.fx_graph import calls, parameter_number
-from zero_compile.passes.effects import erase_unread, insert_part, replace_node
+from zero_compile.analysis.fx_graph import calls, parameter_number
+from zero_compile.passes.insert import erase_unread, insert_part, replace_node
 from zero_compile.passes.sink_casts import cast_dtype
 from zero_compile.tiling import Cut
-from zero_runtime import ops, tile_kernels
+from zero_runtime.ir import ops, tile_ops
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def _lookup(node: Node, weight: _Weight) -> Node:
     found = []
     for tile, start, _ in weight.parts():
         before, first = (result, start) if weight.dim == 0 else (None, 0)
-        result = insert_part(node, tile_kernels.lookup, before, tile, indices, first, total)
+        result = insert_part(node, tile_ops.lookup, before, tile, indices, first, total)
         found.append(result)
     if weight.dim == 0:
         return found[-1]
@@ -315,4 +315,4 @@ def _part_of_lookups(node: Node, found: _LookupGradient, dim: int, start: int, s
         gradient = _view(node, gradient, last, start, stop)
         start, stop = 0, node.meta["val"].shape[0]
     rows = stop - start
-    return insert_part(node, tile_kernels.lookup_backward, gradient, indices, mask, start, rows)
+    return insert_part(node, tile_ops.lookup_backward, gradient, indices, mask, start, rows)

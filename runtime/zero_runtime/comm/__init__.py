@@ -1,0 +1,1 @@
+"""Collectives between ranks, and the comparison of what ranks are about to do."""

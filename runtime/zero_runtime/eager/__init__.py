@@ -1,0 +1,1 @@
+"""Partitioned parameters for code that is not compiled."""

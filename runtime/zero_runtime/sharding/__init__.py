@@ -1,0 +1,1 @@
+"""Parameters and gradients in shards: buckets, their parameters' states, gradients to p.grad."""

@@ -1,0 +1,1 @@
+"""Facts about graphs and machines: liveness, costs, resident memory. Decides nothing."""

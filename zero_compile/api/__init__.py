@@ -1,0 +1,1 @@
+"""Functions that users call beside torch.compile."""

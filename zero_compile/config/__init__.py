@@ -1,0 +1,1 @@
+"""What users write: options, sections and DeepSpeed's configs, checked."""

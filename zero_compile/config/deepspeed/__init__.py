@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON: its keys, sections, and the options that they mean."""

@@ -1,0 +1,1 @@
+"""Decides when gathers, reductions and moves start. Touches no node."""

@@ -1,0 +1,1 @@
+"""Plays, checks and explains what was decided."""
