@@ -43,7 +43,7 @@ test: install browser
 PROGRAMS ?= 3000
 SEED ?= 0
 fuzz: install
-	$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --seed $(SEED)
+	$(BIN)/python tests/support/fuzz.py --programs $(PROGRAMS) --seed $(SEED)
 
 # The browser that the tests of the page drive; where it cannot be installed they are skipped.
 browser:
@@ -79,7 +79,7 @@ bench: install
 	$(BIN)/python -m bench
 
 zoo: install
-	$(BIN)/python tests/zoo.py --bf16
+	$(BIN)/python tests/support/zoo.py --bf16
 
 # The C++ tests of the swap engine, which need neither Python nor torch, under a sanitizer.
 CHECKED ?= build/checked

@@ -11,8 +11,9 @@ import pytest
 os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that compile ahead
 
-from graphs import fake_world
 from torch._inductor import config as inductor
+
+from graphs import fake_world
 
 
 @pytest.fixture(autouse=True)

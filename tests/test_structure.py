@@ -295,7 +295,7 @@ def test_a_pass_is_named_like_its_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", pass_names())
 def test_a_pass_has_a_test_file_named_like_it(name: str) -> None:
-    assert (ROOT / "tests" / f"test_{name}.py").is_file()
+    assert (ROOT / "tests" / "passes" / f"test_{name}.py").is_file()
 
 
 def public_definitions(

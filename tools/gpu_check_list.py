@@ -65,11 +65,11 @@ def _has_toolkit() -> bool:
 
 
 def transfer_tests(device: torch.device) -> str:
-    """tests/test_transfers.py, with what it does on a GPU only."""
+    """tests/offload/test_host_copies.py, with what it does on a GPU only."""
     if device.type != "cuda":
         raise NotHere("needs a GPU")
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    done = _run([*command, "tests/test_transfers.py"])
+    done = _run([*command, "tests/offload/test_host_copies.py"])
     lines = done.stdout.strip().splitlines()
     summary = lines[-1] if lines else "no output"
     assert done.returncode == 0, f"{summary}\n{done.stdout[-4000:]}{done.stderr[-1000:]}"
