@@ -1,14 +1,16 @@
 """Runs one compiled graph by its plan: starts, waits and releases in the planned order, counted in bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zero_runtime.comm.consistency import digest_of
 from zero_runtime.comm.transports import Done
 from zero_runtime.errors import PlanError
+from zero_runtime.ir import ops
 from zero_runtime.ir.plan import OF_SAVED, Phase, Plan, Slot, StepKind
 from zero_runtime.memory.buffers import husk, in_memory_order
 from zero_runtime.offload.memory_tiers import Moving
@@ -361,3 +363,43 @@ def _say(step: tuple[StepKind, int] | None) -> str:
         return "the end"
     kind, number = step
     return f"{kind} of {'saved tensor' if kind in OF_SAVED else 'bucket'} {number}"
+
+
+# ------------------------------------------------------------------------------ what the operators do
+
+
+def _start_gather(_: Any, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    current().start_gather(bucket, dtype)
+    return ops.ticket()
+
+
+def _start_reduce(
+    gradients: Sequence[torch.Tensor], _: Any, bucket: int, slots: Sequence[int]
+) -> torch.Tensor:
+    current().start_reduce(bucket, slots, gradients)
+    return ops.ticket()
+
+
+#: By operator: its operands in the order of its schema.
+_KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
+    ops.channel: ops.ticket,
+    ops.all_gather_start: _start_gather,
+    ops.all_gather_wait: lambda _t, _c, bucket, *_: current().finish_gather(bucket),
+    ops.release: lambda _g, _c, bucket, dtype: current().release(bucket, dtype),
+    ops.read_start: lambda _, bucket: current().start_read(bucket),
+    ops.fetch_start: lambda _, bucket: current().start_fetch(bucket),
+    ops.evict: lambda reduced, _, bucket: current().evict(bucket, reduced),
+    ops.keep: lambda gathered: gathered.clone(memory_format=torch.preserve_format),
+    ops.offload_start: lambda saved, _, number, stride, _n: current().start_offload(
+        number, saved, tuple(stride)
+    ),
+    ops.offload_wait: lambda saved, _, number: current().finish_offload(number, saved),
+    ops.recall_start: lambda away, _, number: current().start_recall(number, away),
+    ops.reload_start: lambda away, _, number, device: current().start_reload(number, away, device),
+    ops.reload_wait: lambda _, number, *_o: current().finish_reload(number),
+    ops.reduce_scatter_start: _start_reduce,
+    ops.reduce_scatter_wait: lambda _t, _c, bucket, *_: current().finish_reduce(bucket),
+    ops.assemble: lambda _p, _c, buckets, *_: current().assemble(buckets),
+}
+for _operator, _kernel in _KERNELS.items():
+    ops.implement(_operator, _kernel)

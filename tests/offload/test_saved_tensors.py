@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from zero_runtime.errors import PlanError, SwapError
+from zero_runtime.ir.ops import HANDLE_BYTES
 from zero_runtime.ir.placement import Offload
 from zero_runtime.ir.plan import Phase, Plan, Saved, Tier
 from zero_runtime.offload.memory_tiers import Depot
-from zero_runtime.offload.saved_tensors import HANDLE_BYTES, Crossing, SavedStore
+from zero_runtime.offload.saved_tensors import Crossing, SavedStore
 
 CPU = torch.device("cpu")
 NUMEL = 5000

@@ -20,8 +20,8 @@ from zero_compile.passes.insert import channel_of, insert_call, node_at
 from zero_compile.scheduler.activations import Move
 from zero_runtime import compat
 from zero_runtime.ir import ops
+from zero_runtime.ir.ops import HANDLE_BYTES
 from zero_runtime.ir.plan import Tier
-from zero_runtime.offload.saved_tensors import HANDLE_BYTES
 
 
 def reload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule:

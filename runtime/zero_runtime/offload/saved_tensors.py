@@ -15,12 +15,9 @@ import torch
 from zero_runtime import compat
 from zero_runtime.comm.transports import Transfer
 from zero_runtime.errors import PlanError, UnsupportedError
+from zero_runtime.ir.ops import HANDLE_BYTES
 from zero_runtime.ir.plan import Plan, Saved, Tier
 from zero_runtime.offload.memory_tiers import Depot, Moving
-
-#: A handle is a flat uint8 tensor of so many bytes: the extent's number, little end first.
-HANDLE_BYTES = 8
-
 
 _PACKED = (
     "torch.autograd.graph.saved_tensors_hooks, or torch.utils.checkpoint around a compiled module, "
