@@ -1,9 +1,9 @@
 """The session: owns one compiled model's shards and knows which parameter lies where."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -11,11 +11,10 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.comm.consistency import digest_of
 from zero_runtime.comm.transports import Group
-from zero_runtime.eager.construction import Building
-from zero_runtime.eager.sharded_parameter import ShardedParameter, as_plain, class_for
 from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
 from zero_runtime.ir.placement import Offload, Residences
 from zero_runtime.ir.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
+from zero_runtime.memory.buffers import as_plain
 from zero_runtime.notices import Lines
 from zero_runtime.offload.memory_tiers import Depot
 from zero_runtime.offload.saved_tensors import SavedStore
@@ -29,8 +28,6 @@ from zero_runtime.sharding.sharded_gradient import Place, ShardedGradient, Spent
 from zero_runtime.sharding.tiled_bucket import TiledBucket
 from zero_runtime.sharding.update_in_backward import Updates
 
-_STAYS = Offload()
-
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
 
@@ -42,12 +39,35 @@ class GatheredBytes(NamedTuple):
     planned: int
 
 
+class Construction(Protocol):
+    """What partitions a model while it is built, as far as its session asks."""
+
+    def finish(self, names: Mapping[str, nn.Parameter]) -> None:
+        """The model is built, and known by these names."""
+
+    def movable(self, entry: Entry) -> bool:
+        """Whether the entry may get a place in another bucket."""
+
+    def moving(self) -> Sequence[Entry]:
+        """Entries that have a destination."""
+
+    def move(self) -> None:
+        """Bring those there. Collective."""
+
+    def unseen(self) -> Sequence[Bucket]:
+        """Buckets of its own whose values the ranks have not compared."""
+
+
+class Partitioned(nn.Parameter):
+    """Tells partitioned parameters from others; the class of each carries its session."""
+
+    session: ClassVar["Session"]
+
+
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(
-        self, group: Group, lay_out: LayOut, policy: Policy, offload: Offload = _STAYS
-    ) -> None:
+    def __init__(self, group: Group, lay_out: LayOut, policy: Policy, offload: Offload) -> None:
         self.group = group
         self.policy = policy
         self.offload = offload
@@ -88,12 +108,16 @@ class Session:
         """Copies handed to eager code, which may write to them."""
         self._stepping = False
         self._refreshing: list[Flight] = []
-        self.building = Building(self)
+        self.construction: Construction
         """What partitions the model while it is built."""
+        self._class: type[Partitioned]
         self.holdings: dict[Entry, list[Any]] = {}
         """Entries whose parameters are held whole, and by which blocks, outermost first."""
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
-        self._class = class_for(self)
+
+    def attach(self, kind: type[Partitioned], construction: Construction) -> None:
+        """Say what partitioned parameters are to eager code, once, before there are any."""
+        self._class, self.construction = kind, construction
 
     def claim(self, name: str, parameter: nn.Parameter) -> Entry:
         """The parameter's entry; a new one at its first mention."""
@@ -151,7 +175,7 @@ class Session:
 
         Collective where parameters were partitioned one by one while the model was built: they move.
         """
-        self.building.move()
+        self.construction.move()
         members: dict[Bucket, list[Entry]] = {}
         for entry in self.entries:
             if entry.placed:
@@ -187,7 +211,7 @@ class Session:
 
     def settle(self) -> None:
         """Before a step: reduce what was put off, partition what no graph has used."""
-        self.building.finish({})
+        self.construction.finish({})
         self.late.reduce()
         rest = [e for e in self.entries if e.state is ParameterState.GUARDED and not e.placed]
         self._partition_rest(rest)
@@ -200,10 +224,10 @@ class Session:
     def _partition_rest(self, rest: Sequence[Entry]) -> None:
         """Give parameters that no graph has used buckets, and compare the values. Collective."""
         self.place(rest)
-        if rest or self.building.moving():
+        if rest or self.construction.moving():
             self.partition()
         fresh = list(dict.fromkeys(e.place.bucket for e in rest))
-        fresh += [bucket for bucket in self.building.unseen() if bucket not in fresh]
+        fresh += [bucket for bucket in self.construction.unseen() if bucket not in fresh]
         if fresh:
             values = self.initial_values(fresh)
             for bucket in fresh:
@@ -451,7 +475,7 @@ class Session:
 
     def place(self, entries: Sequence[Entry]) -> None:
         """Give entries that no bucket holds yet, or only one of before the model was built, common buckets."""
-        rest = [e for e in entries if not e.placed or self.building.movable(e)]
+        rest = [e for e in entries if not e.placed or self.construction.movable(e)]
         for plan, members in self._lay_out(rest, self.group.world_size):
             self.adopt(self.bucket(plan), members)
 
@@ -499,4 +523,4 @@ def _identity(gradient: torch.Tensor) -> tuple[int, int]:
 
 def session_of(parameter: object) -> Session | None:
     """The session that owns a partitioned parameter; None for any other object."""
-    return type(parameter).session if isinstance(parameter, ShardedParameter) else None
+    return type(parameter).session if isinstance(parameter, Partitioned) else None

@@ -18,6 +18,7 @@ import zero_compile.backend
 from zero_compile.capture.captured_graph import Capture, lay_out_rest
 from zero_compile.config.options import parse
 from zero_runtime.comm.transports import ALONE
+from zero_runtime.eager.open_session import open_session, session_of
 from zero_runtime.errors import (
     GroupError,
     OptionError,
@@ -37,7 +38,6 @@ from zero_runtime.ir.plan import (
     Step,
     StepKind,
 )
-from zero_runtime.session import Session, session_of
 from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry
 from zero_runtime.sharding.sharded_gradient import ShardedGradient
@@ -177,7 +177,7 @@ def test_a_stage_that_there_is_not_is_refused(stage: Any) -> None:
 
 def test_a_graph_called_with_another_parameter_is_our_mistake() -> None:
     parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    session = Session(ALONE, lay_out_rest, Policy())
+    session = open_session(ALONE, lay_out_rest, Policy())
     capture = Capture(session, {1: 0}, [session.claim("up.weight", parameter)], "graph0")
     run = capture.bound(lambda *args: len(args))
     assert run(other, parameter) == 2
@@ -220,7 +220,7 @@ def _executor(compiled: Callable[[Any], Any]) -> Executor:
         for i, kind in enumerate((GATHER, WAIT, RELEASE))
     )
     plan = Plan("graph0.forward", Phase.FORWARD, 1, "one_ahead", (bucket,), steps)
-    session = Session(ALONE, lay_out_rest, Policy())
+    session = open_session(ALONE, lay_out_rest, Policy())
     return Executor(session, plan, [Bucket(bucket, ALONE)], compiled, {})
 
 

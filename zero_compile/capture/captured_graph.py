@@ -28,7 +28,9 @@ from zero_compile.passes.tile_linears import tileable
 from zero_compile.tiling import Cut, TilePolicy, cut_of, plan_tiles
 from zero_runtime import compat
 from zero_runtime.comm.transports import ALONE, Group, current_group, group_of_mesh, group_over
+from zero_runtime.eager.construction import construction_of
 from zero_runtime.eager.find_leaves import find_leaves, hold_leaves
+from zero_runtime.eager.open_session import open_session
 from zero_runtime.errors import OptionError, PlanError, UnsupportedError
 from zero_runtime.ir import ops
 from zero_runtime.ir.placement import Offload
@@ -86,7 +88,7 @@ class Capture:
         }
         root = find_root(list(found.values()))
         if not found and (root is None or not any(True for _ in root.parameters())):
-            return Capture(Session(ALONE, lay_out_rest, Policy()), {}, [], "")
+            return Capture(open_session(ALONE, lay_out_rest, Policy()), {}, [], "")
         named = (
             {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
         )
@@ -105,7 +107,7 @@ class Capture:
         if root is not None:
             find_leaves(root, options.leaf_modules)  # refused before anything changes
         session = _session_for(found.values(), options, stage, group, rest.values())
-        session.building.finish(parameter_names(root) if root is not None else {})
+        construction_of(session).finish(parameter_names(root) if root is not None else {})
         entries = [_claim(session, names[node], p) for node, p in found.items()]
         if root is not None:
             session.guard(_others(session, rest))
@@ -198,7 +200,7 @@ class Capture:
 
     def _wants_bucket(self, entry: Entry) -> bool:
         """Whether a bucket can be chosen for the entry; one of its own, from when it was built, can go."""
-        return not entry.placed or self.session.building.movable(entry)
+        return not entry.placed or construction_of(self.session).movable(entry)
 
     def _number(self, parameter: int) -> None:
         bucket, slot = self._place(parameter)
@@ -270,7 +272,7 @@ def _session_for(
     known += [s for s in others if not any(_differences(s, policy, group, offload))]
     if known:
         return _united(known)
-    session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
+    session = open_session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
     session.synchronise = not puts_off([*parameters, *rest])
     if isinstance(options.update_in_backward, torch.optim.Optimizer):
         session.updates.meet(HOOKS.offloaded_part(options.update_in_backward))
@@ -287,7 +289,7 @@ def _united(sessions: Sequence[Session]) -> Session:
     first, *rest = sessions
     for other in rest:
         if first.offload == other.offload and not (first.plans or other.plans):
-            first.building.absorb(other)
+            construction_of(first).absorb(other)
     return first
 
 
@@ -302,8 +304,8 @@ def build_session(options: Options) -> Session:
     refuse_folders(options)
     group, policy = _group(options), _policy(options, Stage.PARAMETERS)
     offload = replace(offload_of(options, [], policy, group.world_size), sized=False)
-    session = Session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
-    session.building.begin()
+    session = open_session(group, partial(lay_out_rest, policy=options.layout), policy, offload)
+    construction_of(session).begin()
     return session
 
 

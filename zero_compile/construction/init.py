@@ -26,6 +26,7 @@ from zero_compile.construction.init_config import (
     refuse_unsupported,
     with_remote_device,
 )
+from zero_runtime.eager.construction import construction_of
 from zero_runtime.errors import OptionError
 from zero_runtime.session import Session
 
@@ -149,7 +150,7 @@ class Init:
     @property
     def _building(self) -> Any:
         assert self._session is not None
-        return self._session.building
+        return construction_of(self._session)
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if _innermost.get() is self:

@@ -12,6 +12,7 @@ from zero_compile.capture.checks import refuse_parameter
 from zero_compile.capture.find_model import parameter_names, refuse_wrapper
 from zero_compile.config.options import parse
 from zero_compile.construction.safetensors import Stored, tensors_at
+from zero_runtime.eager.construction import construction_of
 from zero_runtime.errors import OptionError, UnsupportedError, ZeroError
 from zero_runtime.memory.buffers import lies_as
 from zero_runtime.session import Session, session_of
@@ -88,7 +89,7 @@ def materialize(
         session.lent.settle()
         loaded = {_load(session, each, stored) for each in _sources(held, stored)}
         _refuse_empty(session, held, fresh, loaded)
-    session.building.rename(parameter_names(model))
+    construction_of(session).rename(parameter_names(model))
     return keys
 
 
@@ -104,7 +105,7 @@ def _held(model: nn.Module) -> Iterator[_Held]:
 
 def _session_of(model: nn.Module, options: Mapping[str, Any] | None) -> Session:
     known = {s for p in model.parameters() if (s := session_of(p)) is not None}
-    if not all(session.building.active for session in known):
+    if not all(construction_of(session).active for session in known):
         raise UnsupportedError(
             "a graph of this model was compiled already: materialise it before its first forward"
         )
@@ -197,7 +198,7 @@ def _give_memory(session: Session, held: list[_Held], device: torch.device) -> _
                 fresh.add(new)
         elif type(tensor) is nn.Parameter:
             refuse_parameter(each.name, tensor)
-            session.building.take(each.name, tensor)
+            construction_of(session).take(each.name, tensor)
     return fresh
 
 
@@ -214,7 +215,7 @@ def _empty(session: Session, held: _Held, device: torch.device) -> torch.Tensor:
         )
     new = nn.Parameter(memory, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
-    session.building.take(held.name, new, blank=True)
+    construction_of(session).take(held.name, new, blank=True)
     return new
 
 
@@ -266,7 +267,7 @@ def _blank(held: _Held) -> bool:
     session = session_of(tensor)
     if session is None or not isinstance(tensor, nn.Parameter):
         return False
-    return session.building.is_blank(session.entry(tensor))
+    return construction_of(session).is_blank(session.entry(tensor))
 
 
 def _load(session: Session, held: _Held, stored: Mapping[str, Stored]) -> int:
@@ -277,7 +278,7 @@ def _load(session: Session, held: _Held, stored: Mapping[str, Stored]) -> int:
         source.read_into(whole.view(-1))
         tensor.copy_(whole)
     elif _row_major(tensor):
-        session.building.fill(session.entry(tensor), source.read_into, source.digest())
+        construction_of(session).fill(session.entry(tensor), source.read_into, source.digest())
     else:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         source.read_into(whole.view(-1))

@@ -8,25 +8,23 @@ buckets that it wants.
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_runtime.ir.plan import Slot
 from zero_runtime.memory import native
+from zero_runtime.session import Session
 from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry, ParameterState
 from zero_runtime.sharding.sharded_gradient import Place
-
-if TYPE_CHECKING:
-    from zero_runtime.session import Session
 
 
 class Building:
     """One session's model under construction: from :meth:`begin` to :meth:`finish`."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._provisional: set[Bucket] = set()
         self.active = False
@@ -187,12 +185,18 @@ class Building:
     def _alone(self, entry: Entry) -> bool:
         return entry.placed and entry.place.bucket in self._provisional
 
-    def absorb(self, other: "Session") -> None:
+    def absorb(self, other: Session) -> None:
         """Take over all that another session holds whose model is being built too."""
         session = self._session
         other.lent.settle()
-        self._provisional |= other.building._provisional
+        self._provisional |= construction_of(other)._provisional
         session.buckets += other.buckets
         session.adopt_entries(other.entries)
         other.buckets, other.entries = [], []
         session.depots += other.depots
+
+
+def construction_of(session: Session) -> Building:
+    """What partitions the session's model while it is built."""
+    assert isinstance(session.construction, Building)
+    return session.construction

@@ -7,7 +7,7 @@ model stay. The class carries the session, so no attribute is hung on the parame
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,13 @@ from torch import nn
 
 from zero_runtime import compat
 from zero_runtime.compat import pytree
+from zero_runtime.eager.construction import construction_of
 from zero_runtime.errors import UnsupportedError
-from zero_runtime.memory.buffers import aliases
+from zero_runtime.memory.buffers import aliases, as_plain
 from zero_runtime.memory.freed import advice
 from zero_runtime.notices import warn_once
+from zero_runtime.session import Partitioned, Session
 from zero_runtime.sharding.gathered_views import version_of
-
-if TYPE_CHECKING:
-    from zero_runtime.session import Session
 
 
 class _EagerAccess:
@@ -38,10 +37,8 @@ class _EagerAccess:
         return _for_one_operation
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter whose elements are spread over the ranks. Made by the session, never directly."""
-
-    session: ClassVar["Session"]
+class ShardedParameter(Partitioned):
+    """A parameter whose elements are spread over the ranks. Made by :func:`class_for`, never directly."""
 
     __torch_function__: Any = _EagerAccess()
 
@@ -60,8 +57,8 @@ class ShardedParameter(nn.Parameter):
         session = self.session
         copied = nn.Parameter(session.gather_whole(self), self.requires_grad)
         memo[id(self)] = copied
-        if session.building.taking:
-            session.building.take(session.entry(self).name, copied)
+        if construction_of(session).taking:
+            construction_of(session).take(session.entry(self).name, copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -77,7 +74,7 @@ class ShardedParameter(nn.Parameter):
         )
 
 
-def class_for(session: "Session") -> type[ShardedParameter]:
+def class_for(session: Session) -> type[ShardedParameter]:
     """The class of this session's partitioned parameters."""
     return type("ShardedParameter", (ShardedParameter,), {"session": session})
 
@@ -90,8 +87,8 @@ class _GatherOnce(torch.autograd.Function):
         ctx.session, ctx.entry = parameter.session, parameter.session.entry(parameter)
         if ctx.entry.whole:
             return as_plain(parameter).view_as(parameter)
-        if parameter.session.building.active:
-            return parameter.session.building.working_copy(parameter).detach()
+        if construction_of(parameter.session).active:
+            return construction_of(parameter.session).working_copy(parameter).detach()
         return parameter.session.gather_whole(parameter)
 
     @staticmethod
@@ -148,7 +145,7 @@ def _on_copies(
         session = parameter.session
         if sent or id(parameter) in changed or version_of(whole) != versions[parameter]:
             session.store_whole(parameter, whole.detach())
-        if not session.building.active and (hidden or aliases(whole, results)):
+        if not construction_of(session).active and (hidden or aliases(whole, results)):
             session.lent.lend(session.entry(parameter), whole)
     return results
 
@@ -171,14 +168,14 @@ def _parameter_of(parameter: ShardedParameter) -> nn.Parameter:
     """``nn.Parameter(parameter)``: while the model is built another parameter of it, with the same value."""
     session = parameter.session
     entry = session.entry(parameter)
-    if not session.building.taking:
+    if not construction_of(session).taking:
         raise UnsupportedError(
             f"nn.Parameter() of {entry.name}, which is partitioned, would be a whole copy that nothing "
             "partitions: write nn.Parameter(parameter.detach().clone()) for one, or make it before the first "
             "forward."
         )
     other = nn.Parameter(session.gather_whole(parameter), parameter.requires_grad)
-    session.building.take(entry.name, other)
+    construction_of(session).take(entry.name, other)
     return other
 
 
@@ -196,8 +193,8 @@ def _data(parameter: ShardedParameter) -> torch.Tensor:
     """``parameter.data``: a copy whose changes are put back."""
     session = parameter.session
     with torch.no_grad():
-        if session.building.active:
-            return session.building.working_copy(parameter).detach()
+        if construction_of(session).active:
+            return construction_of(session).working_copy(parameter).detach()
         whole = session.gather_whole(parameter)
         session.lent.lend(session.entry(parameter), whole)
         return whole.detach()
@@ -221,12 +218,6 @@ def _parameters(operands: Any) -> list["ShardedParameter"]:
     return [x for x in pytree.tree_leaves(operands) if isinstance(x, ShardedParameter)]
 
 
-def as_plain(parameter: torch.Tensor) -> torch.Tensor:
-    """An alias of a parameter that holds its memory, free of our class; autograd does not see it."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return parameter.as_subclass(torch.Tensor)
-
-
 def _gathered(value: Any) -> Any:
     gather: Callable[..., Any] = _GatherOnce.apply
     return gather(value) if isinstance(value, ShardedParameter) else value
@@ -239,7 +230,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if any(p.requires_grad for p in _parameters(target)) and torch.is_grad_enabled():
             raise RuntimeError(_LEAF)
         return _on_copies(func, args, kwargs, written=_parameters(target))
-    building = target.session.building
+    building = construction_of(target.session)
     if func == _DATA_SET:
         alike = _same_kind(target, args[1]) and target.stride() == args[1].stride()
         if building.active and not alike:
@@ -312,7 +303,7 @@ _OVERWRITING = frozenset(f"{_DRAWING} zero_ fill_ copy_ constant_ kaiming_unifor
 def _warn_once_per_place(func: Callable[..., Any], operands: Any) -> None:
     """While a model is built there is no graph to move the operation to."""
     parameter = _parameters(operands)[0]
-    if parameter.session.building.active:
+    if construction_of(parameter.session).active:
         return
     name = ".data" if func == _DATA_GET else getattr(func, "__name__", str(func))
     warn_once(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_runtime.eager.sharded_parameter import as_plain
 from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.ir.plan import Stage
+from zero_runtime.memory.buffers import as_plain
 from zero_runtime.optim.resume import SCALARS
 from zero_runtime.optim.step_hooks import HOOKS
 from zero_runtime.session import Session, session_of

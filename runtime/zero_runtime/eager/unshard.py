@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from zero_runtime.comm.transports import Group, current_group
-from zero_runtime.eager.sharded_parameter import as_plain
 from zero_runtime.errors import ZeroError
-from zero_runtime.memory.buffers import fingerprint
+from zero_runtime.memory.buffers import as_plain, fingerprint
 from zero_runtime.session import Session, session_of
 from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry, ParameterState

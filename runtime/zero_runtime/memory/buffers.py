@@ -38,6 +38,12 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(meta).stride()
 
 
+def as_plain(parameter: torch.Tensor) -> torch.Tensor:
+    """An alias of a parameter that holds its memory, free of our class; autograd does not see it."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return parameter.as_subclass(torch.Tensor)
+
+
 def husk(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, stride, dtype and device that holds no memory."""
     empty = torch.empty_strided(
