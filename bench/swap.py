@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from zero_runtime.ir.aio import AioConfig
 from zero_runtime.memory import native
-from zero_runtime.offload.swap_file import AioConfig, BackendName, SwapFile, Ticket
+from zero_runtime.offload.swap_file import BackendName, SwapFile, Ticket
 
 MIB = 2**20
 BUCKET = 16 * MIB

@@ -23,6 +23,49 @@ FORBIDDEN_IMPORTS: Mapping[Path, frozenset[str]] = {
     ROOT / "tools": frozenset({"bench", "examples", "tests"}),
 }
 
+#: Every room, and every module that stands in none: each may import what is above it here, and itself.
+ROOMS = (
+    "zero_runtime.errors",
+    "zero_runtime.compat",
+    "zero_runtime.notices",
+    "zero_runtime.ir",
+    "zero_runtime.memory",
+    "zero_runtime.comm",
+    "zero_runtime.offload",
+    "zero_runtime.sharding",
+    "zero_runtime.recorder",
+    "zero_runtime.session",
+    "zero_runtime.executor",
+    "zero_runtime.module_hook",
+    "zero_runtime.optim",
+    "zero_runtime.eager",
+    "zero_runtime.lion",
+    "zero_runtime.native",
+    "zero_runtime.swap",
+    "zero_compile.bucketing",
+    "zero_compile.tiling",
+    "zero_compile.config",
+    "zero_compile.analysis",
+    "zero_compile.scheduler",
+    "zero_compile.simulator",
+    "zero_compile.passes",
+    "zero_compile.verify",
+    "zero_compile.emit_plan",
+    "zero_compile.pipeline",
+    "zero_compile.capture",
+    "zero_compile.lowering",
+    "zero_compile.backend",
+    "zero_compile.api",
+    "zero_compile.construction",
+    "zero_compile.deepspeed",
+)
+
+#: Rooms of the compiler that know the runtime by its plans and operators only.
+BEFORE_CAPTURE = ROOMS[ROOMS.index("zero_compile.bucketing") : ROOMS.index("zero_compile.capture")]
+SHARED = ("zero_runtime.errors", "zero_runtime.compat", "zero_runtime.ir")
+
+MAX_FILES_IN_A_ROOM = 15
+
 #: PyTorch's stable C++ interface, POSIX, Linux, Python and the standard library: no other header.
 ALLOWED_INCLUDE = re.compile(
     r"torch/(csrc/stable|headeronly)/[\w/]+\.h|Python\.h|(sys|linux)/\w+\.h|[a-z]\w*(\.h)?"
@@ -108,21 +151,6 @@ def all_imports(path: Path) -> list[Import]:
     return list(imports_in(path, ast.walk(tree_of(path))))
 
 
-def run_at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Statements that run when a module is imported: no function bodies, no TYPE_CHECKING blocks."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from run_at_import(node.orelse)
-            continue
-        for field in ("body", "orelse", "finalbody"):
-            yield from run_at_import(getattr(node, field, []))
-        for handler in getattr(node, "handlers", []):
-            yield from run_at_import(handler.body)
-
-
 # ------------------------------------------------------------------------------ layers
 
 
@@ -153,17 +181,73 @@ def test_csrc_includes_only_the_stable_interface_of_torch() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_cycles() -> None:
+def needs_by_module() -> dict[str, dict[str, int]]:
+    """For each module of the product the others that it imports, anywhere in it, and in which line."""
     modules = {module_name(path): path for path in product_files()}
-    needs: dict[str, set[str]] = {}
+    needs: dict[str, dict[str, int]] = {}
     for name, path in modules.items():
-        found = imports_in(path, run_at_import(tree_of(path).body))
-        targets = {i.target if i.target in modules else i.module for i in found}
-        needs[name] = (targets & modules.keys()) - {name}
+        found = {i.target if i.target in modules else i.module: i.line for i in all_imports(path)}
+        needs[name] = {m: line for m, line in found.items() if m in modules and m != name}
+    return needs
+
+
+def room_of(module: str) -> str:
+    return next((r for r in ROOMS if module == r or module.startswith(f"{r}.")), "")
+
+
+def test_no_import_cycles() -> None:
     try:
-        list(TopologicalSorter(needs).static_order())
+        list(TopologicalSorter(needs_by_module()).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_every_module_has_its_room() -> None:
+    packages = {"zero_compile", "zero_runtime"}
+    assert not [m for m in needs_by_module() if not room_of(m) and m not in packages]
+
+
+def test_rooms_import_what_is_above_them_in_the_table() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in needs_by_module().items()
+        for target in targets
+        if room_of(module) and room_of(target)
+        if ROOMS.index(room_of(target)) > ROOMS.index(room_of(module))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_compiler_knows_the_runtime_by_plans_and_operators() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in needs_by_module().items()
+        for target in targets
+        if room_of(module) in BEFORE_CAPTURE and target.startswith("zero_runtime.")
+        if room_of(target) not in SHARED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_plans_and_operators_need_no_other_room() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in needs_by_module().items()
+        for target in targets
+        if room_of(module) == "zero_runtime.ir" and room_of(target) not in SHARED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_is_crowded() -> None:
+    folders = {path.parent for path in product_files()}
+    crowds = {
+        f"{folder.relative_to(ROOT)} has {count} files"
+        for folder in folders
+        if (count := len([*folder.glob("*.py")]) - 1) > MAX_FILES_IN_A_ROOM
+        if folder != PASSES  # one pass a file
+    }
+    assert not crowds
 
 
 # ------------------------------------------------------------------------------ torch

@@ -28,8 +28,7 @@ from zero_compile.analysis.tiers import is_evicted
 from zero_compile.api.preview import GraphPreview, Preview
 from zero_compile.simulator.explain import explain
 from zero_runtime.errors import OptionError, ZeroError
-from zero_runtime.ir.plan import Channel, StepKind, dtype_of
-from zero_runtime.sharding.bucket import reduced_numel
+from zero_runtime.ir.plan import Channel, StepKind, dtype_of, reduced_numel
 
 _MANY = 200
 _OUT = {"dir_okay": False, "writable": True}

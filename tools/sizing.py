@@ -8,8 +8,8 @@ import sympy  # type: ignore[import-untyped]
 
 from tools.models import Shape, model_maker
 from tools.render.tables import si_bytes
-from zero_compile.analysis.resident_memory import parse_bytes
 from zero_compile.api.preview import Preview, preview
+from zero_compile.config.sizes import parse_bytes
 from zero_runtime.errors import OptionError, PlanError
 
 

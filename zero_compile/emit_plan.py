@@ -23,8 +23,8 @@ from zero_runtime.ir.plan import (
     Tier,
     dtype_name,
     dtype_of,
+    reduced_numel,
 )
-from zero_runtime.sharding.bucket import reduced_numel
 
 _DEFAULT = Policy()
 _ALONE = GraphSchedule()

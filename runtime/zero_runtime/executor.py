@@ -12,7 +12,8 @@ from zero_runtime.comm.transports import Done
 from zero_runtime.errors import PlanError
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import OF_SAVED, Phase, Plan, Slot, StepKind
-from zero_runtime.memory.buffers import husk, in_memory_order
+from zero_runtime.ir.strides import in_memory_order
+from zero_runtime.memory.buffers import husk
 from zero_runtime.offload.memory_tiers import Moving
 from zero_runtime.offload.saved_tensors import Crossing
 from zero_runtime.session import Session

@@ -12,11 +12,12 @@ from zero_runtime import compat
 from zero_runtime.comm.consistency import digest_of
 from zero_runtime.comm.transports import Group
 from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
-from zero_runtime.ir.placement import Offload, Residences
+from zero_runtime.ir.placement import Offload
 from zero_runtime.ir.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
 from zero_runtime.memory.buffers import as_plain
 from zero_runtime.notices import Lines
 from zero_runtime.offload.memory_tiers import Depot
+from zero_runtime.offload.residences import Residences
 from zero_runtime.offload.saved_tensors import SavedStore
 from zero_runtime.recorder import Observer, Recorder, Silent
 from zero_runtime.sharding.bucket import Bucket, Flight, refuse_sparse

@@ -18,7 +18,7 @@ import zero_compile.backend
 from zero_compile.capture.captured_graph import Capture, lay_out_rest
 from zero_compile.config.options import parse
 from zero_runtime.comm.transports import ALONE
-from zero_runtime.eager.open_session import open_session, session_of
+from zero_runtime.eager.open_session import open_session
 from zero_runtime.errors import (
     GroupError,
     OptionError,
@@ -38,6 +38,7 @@ from zero_runtime.ir.plan import (
     Step,
     StepKind,
 )
+from zero_runtime.session import session_of
 from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry
 from zero_runtime.sharding.sharded_gradient import ShardedGradient

@@ -12,8 +12,9 @@ import torch
 
 from swaps import MIB, ONE_AT_A_TIME, flip, held_in, noise, read_back, time_limit, within
 from zero_runtime.errors import OptionError, SwapError
+from zero_runtime.ir.aio import AioConfig
 from zero_runtime.offload.striped_swap import StripedSwap, _Lane
-from zero_runtime.offload.swap_file import PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.offload.swap_file import PAGE, Faults, SwapFile
 
 Make = Callable[..., StripedSwap]
 

@@ -29,7 +29,8 @@ from swaps import (
     within,
 )
 from zero_runtime.errors import SwapError, ZeroError
-from zero_runtime.offload.swap_file import PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.ir.aio import AioConfig
+from zero_runtime.offload.swap_file import PAGE, Faults, SwapFile
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,9 @@ from swaps import (
     time_limit,
 )
 from zero_runtime.errors import OptionError, SwapError
+from zero_runtime.ir.aio import MAX_DEPTH, MAX_THREADS, AioConfig
 from zero_runtime.memory import native
-from zero_runtime.offload.swap_file import MAX_DEPTH, MAX_THREADS, PAGE, AioConfig, Faults, SwapFile
+from zero_runtime.offload.swap_file import PAGE, Faults, SwapFile
 
 SMALL_BLOCKS = AioConfig(block_size=2 * PAGE, queue_depth=4)
 

@@ -11,9 +11,10 @@ from zero_compile.capture.offload import check_offload, offload_of, refuse_folde
 from zero_compile.config.options import parse
 from zero_compile.scheduler.placement import WORKING_SHARE, Budgets, Wish, place
 from zero_runtime.errors import OptionError
-from zero_runtime.ir.placement import ON_DEVICE, Offload, Residences, Shares
+from zero_runtime.ir.aio import AioConfig
+from zero_runtime.ir.placement import ON_DEVICE, Offload, Shares
 from zero_runtime.ir.plan import Policy, Residence, Stage, Tier
-from zero_runtime.offload.swap_file import AioConfig
+from zero_runtime.offload.residences import Residences
 
 MIB = 1 << 20
 #: A million float32 parameters: 4 MiB, with Adam 8 MiB more, and 4 MiB of gradients.

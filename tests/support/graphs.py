@@ -21,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from zero_compile import backend, pipeline
+from zero_compile.analysis.casts import narrow_dtype
 from zero_compile.analysis.fx_graph import calls, parameter_number
 from zero_compile.bucketing import LayoutPolicy, Use, group_uses, plan_bucket
 from zero_compile.capture.captured_graph import Capture
 from zero_compile.config.options import Options, parse
 from zero_compile.lowering import Lowered, Lowering, Run
 from zero_compile.passes.insert import insert_call
-from zero_compile.passes.sink_casts import narrow_dtype
 from zero_runtime import compat
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import BucketPlan, Phase, Plan, Residence, Tier

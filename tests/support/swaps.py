@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from zero_runtime.ir.aio import AioConfig
 from zero_runtime.offload.striped_swap import StripedSwap
-from zero_runtime.offload.swap_file import PAGE, AioConfig, SwapFile
+from zero_runtime.offload.swap_file import PAGE, SwapFile
 
 MIB = 1 << 20
 ONE_AT_A_TIME = AioConfig(block_size=PAGE, queue_depth=1)

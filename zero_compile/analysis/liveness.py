@@ -28,9 +28,8 @@ from zero_compile.analysis.fusion import Fusion, Index, Kind, nbytes
 from zero_compile.analysis.fx_graph import bucket_number, positions, reloads
 from zero_compile.analysis.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Policy, Stage, dtype_of
+from zero_runtime.ir.plan import BucketPlan, Policy, Stage, dtype_of, reduced_numel
 from zero_runtime.ir.timeline import Category
-from zero_runtime.sharding.bucket import reduced_numel
 
 Bytes: TypeAlias = int | sympy.Expr
 

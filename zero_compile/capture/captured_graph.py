@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from zero_compile.analysis.casts import narrow_dtype
 from zero_compile.analysis.fx_graph import calls, parameter_number, positions
 from zero_compile.analysis.resident_memory import Held
 from zero_compile.bucketing import LayoutPolicy, Use, group_uses, plan_bucket
@@ -23,7 +24,6 @@ from zero_compile.capture.find_model import (
 )
 from zero_compile.capture.offload import offload_of, refuse_budgets, refuse_folders
 from zero_compile.config.options import Options, parse
-from zero_compile.passes.sink_casts import narrow_dtype
 from zero_compile.passes.tile_linears import tileable
 from zero_compile.tiling import Cut, TilePolicy, cut_of, plan_tiles
 from zero_runtime import compat
@@ -35,7 +35,7 @@ from zero_runtime.errors import OptionError, PlanError, UnsupportedError
 from zero_runtime.ir import ops
 from zero_runtime.ir.placement import Offload
 from zero_runtime.ir.plan import BucketPlan, Policy, Stage, TiledPlan, dtype_name
-from zero_runtime.memory.buffers import dense_stride
+from zero_runtime.ir.strides import dense_stride
 from zero_runtime.optim.step_hooks import HOOKS
 from zero_runtime.session import Session, session_of
 from zero_runtime.sharding.bucket import Bucket

@@ -18,18 +18,18 @@ from pydantic import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_compile.analysis.resident_memory import parse_bytes
 from zero_compile.bucketing import LayoutPolicy
-from zero_compile.capture.offload import (
+from zero_compile.config.deepspeed.convert import expanded
+from zero_compile.config.sections import (
     OffloadActivations,
     OffloadOptimizer,
     OffloadParam,
+    precision_section,
     refuse_empty,
 )
-from zero_compile.config.deepspeed.convert import expanded
-from zero_compile.config.precision import precision_section
+from zero_compile.config.sizes import parse_bytes
 from zero_runtime.errors import OptionError
-from zero_runtime.offload.swap_file import AioConfig
+from zero_runtime.ir.aio import AioConfig
 
 #: DeepSpeed's names of options that have another here.
 ALIASES = {"communication_data_type": "reduce_dtype"}

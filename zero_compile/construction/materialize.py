@@ -14,7 +14,7 @@ from zero_compile.config.options import parse
 from zero_compile.construction.safetensors import Stored, tensors_at
 from zero_runtime.eager.construction import construction_of
 from zero_runtime.errors import OptionError, UnsupportedError, ZeroError
-from zero_runtime.memory.buffers import lies_as
+from zero_runtime.ir.strides import lies_as
 from zero_runtime.session import Session, session_of
 
 

@@ -16,8 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from zero_compile.analysis.fx_graph import bucket_number, calls, parameter_number, positions
 from zero_compile.passes.insert import channel_of, insert_call
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Stage
-from zero_runtime.sharding.bucket import reduced_numel
+from zero_runtime.ir.plan import BucketPlan, Stage, reduced_numel
 
 
 def bucket_reductions(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from zero_compile.analysis.casts import cast_dtype
 from zero_compile.analysis.fx_graph import calls, parameter_number
 from zero_compile.passes.insert import erase_unread, insert_part, replace_node
-from zero_compile.passes.sink_casts import cast_dtype
 from zero_compile.tiling import Cut
 from zero_runtime.ir import ops, tile_ops
 

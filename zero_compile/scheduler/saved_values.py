@@ -14,8 +14,8 @@ from zero_compile.analysis.liveness import Liveness, Origin, Storage
 from zero_compile.scheduler.activations import Candidate
 from zero_compile.scheduler.pose_problem import MARGIN
 from zero_runtime.ir.plan import BucketPlan, Channel, Policy, Tier
+from zero_runtime.ir.strides import dense_stride
 from zero_runtime.ir.timeline import Category
-from zero_runtime.memory.buffers import dense_stride
 
 
 class Wanted(NamedTuple):

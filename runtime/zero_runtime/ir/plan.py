@@ -387,3 +387,8 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
     return dtype
+
+
+def reduced_numel(plan: BucketPlan, stage: Stage) -> int:
+    """Elements of a reduced gradient of the bucket on one rank."""
+    return plan.padded if stage is Stage.OPTIMIZER else plan.chunk

@@ -9,12 +9,11 @@ import torch.distributed as dist
 
 from zero_runtime.comm.transports import Transfer
 from zero_runtime.errors import OptionError
+from zero_runtime.ir.aio import PAGE
 from zero_runtime.ir.placement import Offload
 from zero_runtime.memory.buffers import flat_buffer
 from zero_runtime.offload.host_copies import Copy, Pool, Transfers, transfers_for
 from zero_runtime.offload.striped_swap import StripedSwap
-
-PAGE = 4096
 
 
 class Slots:

@@ -21,11 +21,11 @@ from functools import partial
 from torch import Tensor
 
 from zero_runtime.errors import SwapError
+from zero_runtime.ir.aio import PAGE
 from zero_runtime.offload.scratch import Scratch
 
-__all__ = ["PAGE", "Faults", "ThreadedSwap"]
+__all__ = ["Faults", "ThreadedSwap"]
 
-PAGE = 4096
 """What O_DIRECT asks of addresses, file offsets and counts, in bytes."""
 
 _MAX_STUCK = 16

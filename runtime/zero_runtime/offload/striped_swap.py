@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zero_runtime.errors import OptionError, SwapError
+from zero_runtime.ir.aio import AioConfig
 from zero_runtime.offload.swap_file import (
     PAGE,
-    AioConfig,
     BackendName,
     Extent,
     Faults,

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from zero_runtime.comm.transports import Group, Transfer
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import BucketPlan, Policy, Slot, Stage, Tier, dtype_of
+from zero_runtime.ir.plan import BucketPlan, Policy, Slot, Stage, Tier, dtype_of, reduced_numel
+from zero_runtime.ir.strides import in_memory_order, lies_as
 from zero_runtime.memory import native
-from zero_runtime.memory.buffers import flat_buffer, in_memory_order, lies_as
+from zero_runtime.memory.buffers import flat_buffer
 from zero_runtime.notices import Lines
 from zero_runtime.offload.memory_tiers import Depot, Moving
 from zero_runtime.offload.tiered_tensor import Shelf
@@ -461,8 +462,3 @@ def sparse_advice(name: str) -> str:
         f"embedding {name} asks for sparse gradients, which cannot be partitioned by elements. "
         "Set sparse=False: a partitioned dense gradient costs 1/ranks of its size."
     )
-
-
-def reduced_numel(plan: BucketPlan, stage: Stage) -> int:
-    """Elements of a reduced gradient of the bucket on one rank."""
-    return plan.padded if stage is Stage.OPTIMIZER else plan.chunk
