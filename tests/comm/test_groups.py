@@ -84,7 +84,7 @@ def _accumulated(last_outside: bool) -> tuple[Run, Run, int]:
     for micro in (_batches()[:3], _batches()[1:]):
         for x, y in micro:
             _mse(reference, x, y).backward()
-        with zero_compile.api.no_sync(model):
+        with zero_compile.no_sync(model):
             for x, y in micro[:-1] if last_outside else micro:
                 _mse(compiled, *mine((x, y))).backward()
                 sent += sum(not isinstance(p.grad, PutOffGradient) for p in model.parameters())
@@ -107,7 +107,7 @@ def test_no_sync_puts_reductions_off_and_loses_nothing(last_outside: bool) -> No
 def test_no_sync_before_the_first_forward_says_what_to_do() -> None:
     with (
         pytest.raises(RuntimeError, match="run one forward first"),
-        zero_compile.api.no_sync(_model()),
+        zero_compile.no_sync(_model()),
     ):
         pass
 

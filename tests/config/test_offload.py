@@ -246,7 +246,7 @@ def test_reductions_that_are_put_off_reach_the_host(tmp_path):
     def train(options: dict[str, Any]) -> Trained:
         run = Trained(options).run(0)
         for step in (2, 4):
-            with zero_compile.api.no_sync(run.model):
+            with zero_compile.no_sync(run.model):
                 run.forward(step).backward()
             run.forward(step + 1).backward()
             run.optimizer.step()

@@ -130,7 +130,7 @@ def _peak(world: int, enabled: bool) -> float:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_PEAK.format(world=world, enabled=enabled))],
         env={
-            "PYTHONPATH": f"{root}:{root / 'runtime'}:{root / 'tests'}",
+            "PYTHONPATH": f"{root}:{root / 'runtime'}:{root / 'tests' / 'support'}",
             "PATH": "",
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": str(1 << 20),

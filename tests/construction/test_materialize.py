@@ -379,7 +379,7 @@ def test_loading_holds_no_whole_parameter(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_PEAK.format(path=path))],
         env={
-            "PYTHONPATH": f"{root}:{root / 'runtime'}:{root / 'tests'}",
+            "PYTHONPATH": f"{root}:{root / 'runtime'}:{root / 'tests' / 'support'}",
             "PATH": "",
             "OMP_NUM_THREADS": "1",
         },

@@ -143,7 +143,7 @@ def _put_off() -> list[bool]:
         batches = [mine(b) for b in _batches()]
         step(*batches[2]).backward()
         model.zero_grad()
-        with zero_compile.api.no_sync(model) if together else contextlib.nullcontext():
+        with zero_compile.no_sync(model) if together else contextlib.nullcontext():
             step(*batches[0]).backward()
         step(*batches[1]).backward()
         results.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})  # type: ignore[union-attr]

@@ -255,7 +255,7 @@ def test_threads_end_with_the_object_that_started_them() -> None:
 def test_a_process_that_ends_waits_for_its_copies() -> None:
     script = f"""
 import torch
-from zero_runtime.transfers import transfers_for
+from zero_runtime.offload.host_copies import transfers_for
 transfers = transfers_for(torch.device("cpu"))
 for _ in range(5):
     transfers.to_device(torch.ones({LARGE}), torch.ones({LARGE}))

@@ -428,9 +428,9 @@ def test_io_uring_is_the_first_choice_and_can_be_asked_for(tmp_path: Path) -> No
 def test_a_process_that_ends_leaves_no_file(tmp_path: Path) -> None:
     script = f"""
 import os, torch
-from zero_runtime import native
+from zero_runtime.memory import native
 from zero_runtime.errors import SwapError
-from zero_runtime.swap import Faults, SwapFile
+from zero_runtime.offload.swap_file import Faults, SwapFile
 slow = Faults(delay_us=20000)
 files = [
     SwapFile({str(tmp_path)!r}, 1 << 20, name=str(kind), native=kind, faults=slow)

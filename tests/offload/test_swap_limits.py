@@ -22,7 +22,7 @@ SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
 COMMON = """
 import ctypes, errno, os, resource, sys
 import torch
-from zero_runtime import native
+from zero_runtime.memory import native
 from zero_runtime.errors import SwapError
 from zero_runtime.swap import AioConfig, SwapFile
 

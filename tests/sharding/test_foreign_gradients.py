@@ -67,7 +67,7 @@ def _train(stage: int, order: str, inside: bool, late: bool) -> None:
     for step in range(3):
         rows = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step))
         if late:
-            with zero_compile.api.no_sync(model):
+            with zero_compile.no_sync(model):
                 _loss(compiled, model, *mine((rows[0],))).backward()
             _loss(reference, reference, rows[0]).backward()
         _loss(compiled, model, *mine((rows[1],))).backward()

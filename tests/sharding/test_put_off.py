@@ -73,7 +73,7 @@ def _micro_batches(
     """Backwards, of which the first ``late`` are put off."""
     for number, way in enumerate(ways):
         rows = _rows(number)
-        with zero_compile.api.no_sync(model) if number < late else contextlib.nullcontext():
+        with zero_compile.no_sync(model) if number < late else contextlib.nullcontext():
             compiled(*mine((rows,)), way).backward()
         reference(rows, way).backward()
 
@@ -146,7 +146,7 @@ def _not_accumulated() -> None:
     model, reference, compiled = _pair(3)
     _micro_batches(model, reference, compiled, (1,), 1)
     for inside in (True, False):
-        with zero_compile.api.no_sync(model) if inside else contextlib.nullcontext():
+        with zero_compile.no_sync(model) if inside else contextlib.nullcontext():
             used = [model.first.weight, model.last.weight]
             found = torch.autograd.grad(compiled(*mine((_rows(7),)), 1), used)
         expected = torch.autograd.grad(
@@ -179,7 +179,7 @@ def test_hooks_see_gradients_that_are_put_off() -> None:
 def _from_the_start() -> None:
     model, reference, compiled = _pair(3)
     ways = (0, 1, 1)
-    with zero_compile.api.no_sync(model):
+    with zero_compile.no_sync(model):
         compiled(*mine((_rows(0),)), ways[0]).backward()
     assert isinstance(model.first.weight.grad, PutOffGradient)
     compiled(*mine((_rows(1),)), ways[1]).backward()
@@ -200,7 +200,7 @@ def _in_tiles() -> None:
     compiled = torch.compile(model, backend="zero3", options={"tile_bytes": 512})
     for number in range(3):
         rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
-        with zero_compile.api.no_sync(model) if number < 2 else contextlib.nullcontext():
+        with zero_compile.no_sync(model) if number < 2 else contextlib.nullcontext():
             compiled(*mine((rows,))).square().mean().backward()
         reference(rows).square().mean().backward()
     _same(model, reference)

@@ -149,7 +149,7 @@ def _put_off(to_the_step: bool) -> float:
     compiled = _tiled(model)
     with torch.no_grad():  # the first graph, which decides on the tiles
         loss_of(compiled, *mine(batches[0]))
-    with zero_compile.api.no_sync(model):
+    with zero_compile.no_sync(model):
         for batch in batches[: 2 if to_the_step else 1]:
             loss_of(compiled, *mine(batch)).backward()
     if not to_the_step:

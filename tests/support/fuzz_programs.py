@@ -425,7 +425,7 @@ def _train(program: Program) -> None:
         for micro in range(step.micro):
             put_off = step.late and micro < step.micro - 1
             for _ in range(2 if step.twice else 1):
-                with zero_compile.api.no_sync(model) if put_off else contextlib.nullcontext():
+                with zero_compile.no_sync(model) if put_off else contextlib.nullcontext():
                     loss = ours.call(_rows(program, rank, number), rank, number).square().mean()
                     ours.scaler.scale(loss).backward()
                 losses = [

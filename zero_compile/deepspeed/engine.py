@@ -192,7 +192,7 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep whole local gradients, which the first one outside reduces too.
 
-        Works at every stage, see :func:`zero_compile.api.no_sync`.
+        Works at every stage, see :func:`zero_compile.no_sync`.
         """
         with no_sync(self.module):
             yield

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     file: SwapFile
     begin: int
-    """A multiple of :data:`zero_runtime.offload.swap_file.PAGE`."""
+    """A multiple of :data:`zero_runtime.ir.aio.PAGE`."""
     end: int
 
 
