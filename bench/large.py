@@ -97,7 +97,7 @@ def train(width: int, layers: int, rows: int, steps: int, folder: Path) -> Run:
 
 def moved(model: nn.Module) -> Moved:
     """What the engine's counters say, once nothing is in flight."""
-    swaps = [session.depot.swap for session in sessions(model)]
+    swaps = [session.memory_tiers.swap for session in sessions(model)]
     for swap in swaps:
         swap.drain()
     stats = [swap.stats() for swap in swaps]

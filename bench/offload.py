@@ -70,7 +70,7 @@ class Contender:
     def _bytes(self) -> int:
         if self.place[:2] == ("none", "none") or not self.seconds:
             return 0
-        swaps = [s.depot.swap for s in sessions(self.model) if s.offload.folders]
+        swaps = [s.memory_tiers.swap for s in sessions(self.model) if s.offload.folders]
         return sum(sum(swap.stats()[:2]) for swap in swaps)
 
 

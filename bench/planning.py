@@ -14,9 +14,9 @@ from zero_compile import pipeline
 from zero_compile.analysis.hardware import load
 from zero_compile.bucketing import LayoutPolicy, Use, group_uses, plan_bucket
 from zero_compile.scheduler.decide_schedule import Limits, plan_graph
-from zero_compile.scheduler.pose_problem import pose
+from zero_compile.scheduler.pose_problem import pose_problem
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Policy
+from zero_runtime.ir.plan import BucketPlan, StatePolicy
 
 WIDTH, RANKS = 64, 8
 LAYERS = (400, 900, 1800, 3600)
@@ -66,7 +66,7 @@ def _timed(gm: GraphModule, layers: int) -> Planning:
     marks = [time.process_time()]
     gm = pipeline.run(pipeline.bucket(buckets, places), gm, verify=False)
     marks.append(time.process_time())
-    posed = pose(gm.graph, buckets, Policy(), load("h100"))
+    posed = pose_problem(gm.graph, buckets, StatePolicy(), load("h100"))
     marks.append(time.process_time())
     decided = plan_graph(posed, Limits())
     marks.append(time.process_time())

@@ -24,7 +24,7 @@ ENOUGH = 0.8  # of the first loss
 TAIL = 10  # steps whose mean is the last loss: single batches vary
 
 
-class Holding(NamedTuple):
+class Unsharded(NamedTuple):
     """Bytes on this rank, and what an unpartitioned run would hold."""
 
     what: str
@@ -32,13 +32,13 @@ class Holding(NamedTuple):
     whole: int
 
 
-def holdings(report: zero_compile.MemoryReport) -> list[Holding]:
+def unsharded(report: zero_compile.MemoryReport) -> list[Unsharded]:
     whole = report.whole_parameters
     return [
-        Holding("parameters", report.parameters, whole),
-        Holding("gradients", report.gradients, whole),
+        Unsharded("parameters", report.parameters, whole),
+        Unsharded("gradients", report.gradients, whole),
         # AdamW keeps two moments of each parameter.
-        Holding("optimizer state", report.optimizer, 2 * whole),
+        Unsharded("optimizer state", report.optimizer, 2 * whole),
     ]
 
 
@@ -50,7 +50,7 @@ def memory_table(report: zero_compile.MemoryReport, world: int) -> Table:
     table = Table(title=f"MB on one of {world} ranks", box=box.SIMPLE, pad_edge=False)
     for heading in ("", "on this rank", "unsharded", "share"):
         table.add_column(heading, justify="right" if heading else "left")
-    for what, here, whole in holdings(report):
+    for what, here, whole in unsharded(report):
         table.add_row(what, megabytes(here), megabytes(whole), f"{here / whole:.1%}")
     peak, planned = report.gathered_peak, report.gathered_planned
     table.add_row("gathered at once, peak", megabytes(peak), "", "")

@@ -15,9 +15,9 @@ from zero_runtime.ir.plan import (
     Channel,
     Phase,
     Plan,
-    Policy,
     Saved,
     Stage,
+    StatePolicy,
     Step,
     StepKind,
     Tier,
@@ -26,7 +26,7 @@ from zero_runtime.ir.plan import (
     reduced_numel,
 )
 
-_DEFAULT = Policy()
+_DEFAULT = StatePolicy()
 _ALONE = GraphSchedule()
 
 _KINDS = {
@@ -57,7 +57,7 @@ def emit_plan(
     world_size: int,
     policy: str,
     buckets: Sequence[BucketPlan],
-    policy_of_state: Policy = _DEFAULT,
+    policy_of_state: StatePolicy = _DEFAULT,
     schedule: GraphSchedule = _ALONE,
 ) -> Plan:
     """The graph's steps in order, with the bytes each moves and what is held while it runs.
@@ -105,7 +105,7 @@ def _saved_as(node: Any, numel: Any, dtype: Any, nvme: bool) -> Saved:
 class _Ledger:
     """Bytes held at one point of the graph."""
 
-    def __init__(self, buckets: Sequence[BucketPlan], policy: Policy, kept: Set[int]) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], policy: StatePolicy, kept: Set[int]) -> None:
         self.buckets = buckets
         self._kept = kept
         self._policy = policy
@@ -213,5 +213,5 @@ def _before(node: Node) -> str:
 
 
 def _is_plumbing(node: Node) -> bool:
-    names = ("aten.as_strided.default", "zero3.channel.default")
+    names = ("aten.as_strided.default", "zero3.token.default")
     return node.op == "call_function" and str(node.target) in names

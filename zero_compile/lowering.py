@@ -18,14 +18,14 @@ from zero_compile.config.options import Options
 from zero_compile.emit_plan import emit_plan
 from zero_compile.scheduler.activations import plan_activations
 from zero_compile.scheduler.decide_schedule import GraphSchedule, Limits, plan_graph, plan_step
-from zero_compile.scheduler.pose_problem import Posed, pose
+from zero_compile.scheduler.pose_problem import Posed, pose_problem
 from zero_compile.scheduler.saved_values import Wanted, candidates
 from zero_compile.simulator.read_back import Half, Scheduled, read_graph, read_step
 from zero_compile.tiling import TilePolicy, most_bytes
 from zero_runtime.errors import PlanError
 from zero_runtime.ir import ops
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import Phase, Plan, Policy, Residence, Stage, dtype_name
+from zero_runtime.ir.plan import Phase, Plan, Residence, Stage, StatePolicy, dtype_name
 from zero_runtime.sharding.parameter_state import Entry
 from zero_runtime.sharding.sharded_gradient import Place
 
@@ -187,7 +187,7 @@ class Lowering:
 
     def _posed(self, gm: GraphModule) -> Posed:
         capture = self._capture
-        return pose(gm.graph, capture.bucket_plans, capture.session.policy, self._hardware)
+        return pose_problem(gm.graph, capture.bucket_plans, capture.session.policy, self._hardware)
 
     @cached_property
     def _hardware(self) -> Hardware:
@@ -240,7 +240,7 @@ class Lowering:
         return self._capture.session.offload
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> StatePolicy:
         """How the session keeps its state."""
         return self._capture.session.policy
 

@@ -123,7 +123,7 @@ def schedule(
         partial(insert_fetches, buckets=buckets, schedule=decided, depth=depth, slots=slots),
         evict,
         release_after_last_reader,
-        partial(verify_scheduled, carried=given.carried_out, sent=set(given.sent)),
+        partial(verify_scheduled, gather_cache=given.carried_out, sent=set(given.sent)),
     ]
 
 

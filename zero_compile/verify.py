@@ -70,17 +70,17 @@ def verify_bucketed(
 
 
 def verify_scheduled(
-    gm: GraphModule, *, carried: Set[int] = frozenset(), sent: Set[int] = frozenset()
+    gm: GraphModule, *, gather_cache: Set[int] = frozenset(), sent: Set[int] = frozenset()
 ) -> None:
     """Every transfer is started, waited for, used, released, in this order and once each.
 
-    Gathers of ``carried`` buckets may be waited for by the next graph instead. A shard is read and
+    Gathers of ``gather_cache`` buckets may be waited for by the next graph instead. A shard is read and
     fetched at most once for each gather, before it; those of ``sent`` buckets for the next graph's. A
     reduced gradient that is evicted is evicted right after its wait, and nothing else reads it.
     """
     order = positions(gm.graph)
     for start in calls(gm.graph, ops.all_gather_start):
-        if bucket_number(start) in carried and not start.users:
+        if bucket_number(start) in gather_cache and not start.users:
             continue
         wait = _only_wait(start, ops.all_gather_wait)
         releases = [u for u in wait.users if u.target is ops.release]
@@ -106,7 +106,7 @@ def verify_scheduled(
         )
         others = [user.name for user in wait.users if user is not evict]
         _require(not others, f"{others} read {wait.name}, which is evicted")
-    _one_channel(gm)
+    _one_token(gm)
 
 
 def verify_moved(gm: GraphModule) -> None:
@@ -137,7 +137,7 @@ def verify_moved(gm: GraphModule) -> None:
             u.name for u in away.users if u.target not in (ops.reload_start, ops.recall_start)
         ]
         _require(not others, f"{others} read {away.name}, which is off the device")
-    _one_channel(gm)
+    _one_token(gm)
 
 
 def _shards_arrive(gm: GraphModule, sent: Set[int]) -> None:
@@ -171,12 +171,12 @@ def _only_wait(start: Node, target: object) -> Node:
     return users[0]
 
 
-def _one_channel(gm: GraphModule) -> None:
-    channels = calls(gm.graph, ops.channel)
-    _require(len(channels) <= 1, f"{len(channels)} channels: collectives have no single order")
+def _one_token(gm: GraphModule) -> None:
+    tokens = calls(gm.graph, ops.token)
+    _require(len(tokens) <= 1, f"{len(tokens)} tokens: collectives have no single order")
     for node in gm.graph.nodes:
         if node.target in ops.SCHEDULED:
-            _require(channels[0] in node.all_input_nodes, f"{node.name} is outside the channel")
+            _require(tokens[0] in node.all_input_nodes, f"{node.name} is not ordered by the token")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -13,9 +13,9 @@ from zero_runtime.errors import PlanError
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import OF_SAVED, Phase, Plan, Slot, StepKind
 from zero_runtime.ir.strides import in_memory_order
-from zero_runtime.memory.buffers import husk
+from zero_runtime.memory.buffers import without_storage
 from zero_runtime.offload.memory_tiers import Moving
-from zero_runtime.offload.saved_tensors import Crossing
+from zero_runtime.offload.saved_tensors import SavedTensorMoves
 from zero_runtime.session import Session
 from zero_runtime.sharding.bucket import Bucket, Flight, refuse_sparse
 from zero_runtime.sharding.put_off import whole_like
@@ -74,7 +74,7 @@ class Executor:
         """Such gradients of earlier backwards, which reductions of this one take along: each slot once."""
         self._taken: set[Slot] = set()
         self._evicting: list[Moving | Arriving] = []
-        self._crossing = Crossing(session.saved, plan)
+        self._crossing = SavedTensorMoves(session.saved, plan)
         self._outline = [*plan.outline(), f"the end, over {', '.join(map(_name, self._buckets))}"]
         self._digest = digest_of(self._outline)
         self._opening = [(self._buckets[b], dtype) for b, dtype in plan.opening()]
@@ -82,7 +82,7 @@ class Executor:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         self.session.finish_refresh()
-        self.session.lent.settle()
+        self.session.gathered_views.settle()
         self.session.unpin()
         self.session.refuse_ahead()
         self._agree()
@@ -130,8 +130,8 @@ class Executor:
     def start_gather(self, bucket: int, dtype: torch.dtype) -> None:
         """Start filling a buffer with the bucket, in ``dtype``."""
         self._advance(StepKind.ALL_GATHER_START, bucket)
-        carried = self.session.carried.take(self._buckets[bucket], dtype)
-        flight = carried or self._buckets[bucket].start_gather(dtype)
+        gather_cache = self.session.gather_cache.take(self._buckets[bucket], dtype)
+        flight = gather_cache or self._buckets[bucket].start_gather(dtype)
         self._flights[StepKind.ALL_GATHER_START, bucket] = flight
         self._dtypes[bucket] = dtype
         held = self._buckets[bucket].plan.gathered_bytes(dtype)
@@ -148,7 +148,7 @@ class Executor:
         return gathered
 
     def _carry(self, bucket: int, flight: Flight) -> None:
-        self.session.carried.put(self._buckets[bucket], self._dtypes[bucket], flight)
+        self.session.gather_cache.put(self._buckets[bucket], self._dtypes[bucket], flight)
 
     def release(self, bucket: int, dtype: torch.dtype) -> None:
         """Count the bucket's buffer as free; its memory returns when the graph drops it, which is next."""
@@ -212,13 +212,13 @@ class Executor:
         """Move a reduced gradient of the bucket to the host; it is there when the graph has run."""
         self._advance(StepKind.EVICT, bucket)
         if not self.session.synchronise:  # nothing was reduced: no_sync keeps gradients whole
-            return self.session.depot.host(reduced.numel(), reduced.dtype)
+            return self.session.memory_tiers.host(reduced.numel(), reduced.dtype)
         moving = self._buckets[bucket].evict(reduced)
         if self._buckets[bucket].home is not self._buckets[bucket]:
             # nobody reads a tile's: :meth:`assemble` has the values
             return torch.empty_like(moving.tensor)
         if self.session.updates.take(self._buckets[bucket], self._reduced[bucket], moving):
-            return husk(moving.tensor)
+            return without_storage(moving.tensor)
         self._evicting.append(moving)
         return moving.tensor
 
@@ -230,7 +230,7 @@ class Executor:
         if isinstance(gradient, Flight) or not self.session.synchronise:
             return gradient.tensor  # under no_sync nothing was reduced, and nothing is on its way
         if self.session.updates.take(whole, whole.plan.slots, gradient):
-            return husk(gradient.tensor)
+            return without_storage(gradient.tensor)
         self._evicting.append(gradient)
         return gradient.tensor
 
@@ -383,7 +383,7 @@ def _start_reduce(
 
 #: By operator: its operands in the order of its schema.
 _KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
-    ops.channel: ops.ticket,
+    ops.token: ops.ticket,
     ops.all_gather_start: _start_gather,
     ops.all_gather_wait: lambda _t, _c, bucket, *_: current().finish_gather(bucket),
     ops.release: lambda _g, _c, bucket, dtype: current().release(bucket, dtype),

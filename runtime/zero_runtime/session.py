@@ -13,21 +13,21 @@ from zero_runtime.comm.consistency import digest_of
 from zero_runtime.comm.transports import Group
 from zero_runtime.errors import SwapError, UnsupportedError, ZeroError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import BucketPlan, Plan, Policy, Stage, TiledPlan
+from zero_runtime.ir.plan import BucketPlan, Plan, Stage, StatePolicy, TiledPlan
 from zero_runtime.memory.buffers import as_plain
 from zero_runtime.notices import Lines
-from zero_runtime.offload.memory_tiers import Depot
+from zero_runtime.offload.memory_tiers import MemoryTiers
 from zero_runtime.offload.residences import Residences
 from zero_runtime.offload.saved_tensors import SavedStore
 from zero_runtime.recorder import Observer, Recorder, Silent
 from zero_runtime.sharding.bucket import Bucket, Flight, refuse_sparse
-from zero_runtime.sharding.gather_cache import Carried
-from zero_runtime.sharding.gathered_views import Lent
+from zero_runtime.sharding.gather_cache import GatherCache
+from zero_runtime.sharding.gathered_views import GatheredViews
 from zero_runtime.sharding.parameter_state import Entry, ParameterState
 from zero_runtime.sharding.put_off import LateReductions, PutOffGradient, whole_like
 from zero_runtime.sharding.sharded_gradient import Place, ShardedGradient, SpentGradient
 from zero_runtime.sharding.tiled_bucket import TiledBucket
-from zero_runtime.sharding.update_in_backward import Updates
+from zero_runtime.sharding.update_in_backward import BackwardUpdates
 
 #: Buckets for parameters that no graph has used: (entries, world size) to plans and their entries.
 LayOut = Callable[[Sequence[Entry], int], Iterable[tuple[BucketPlan, Sequence[Entry]]]]
@@ -68,17 +68,19 @@ class Partitioned(nn.Parameter):
 class Session:
     """Everything one compiled model keeps between steps: entries, buckets, plans, on one group."""
 
-    def __init__(self, group: Group, lay_out: LayOut, policy: Policy, offload: Offload) -> None:
+    def __init__(
+        self, group: Group, lay_out: LayOut, policy: StatePolicy, offload: Offload
+    ) -> None:
         self.group = group
         self.policy = policy
         self.offload = offload
-        self.depot = Depot(offload)
-        self.saved = SavedStore(self.depot)
+        self.memory_tiers = MemoryTiers(offload)
+        self.saved = SavedStore(self.memory_tiers)
         """What forwards have sent off the device for their backwards."""
-        self.depots = [self.depot]
+        self.all_memory_tiers = [self.memory_tiers]
         """Its own, and those of sessions that it has absorbed."""
         self._residences = Residences(offload)
-        self.updates = Updates(offload.in_backward)
+        self.updates = BackwardUpdates(offload.in_backward)
         """Buckets that are updated inside backward."""
         self.stage = policy.stage
         self._lay_out = lay_out
@@ -99,20 +101,20 @@ class Session:
         """Modules that are gathered as a whole, and what does it."""
         self.observer: Observer = Silent()
         """Told of every step of every graph."""
-        self.carried = Carried()
+        self.gather_cache = GatherCache()
         """Buckets gathered, or on their way, between two graphs."""
         self.opening: Sequence[tuple[Bucket, torch.dtype]] = ()
         """The first gathers of the forward that ran last."""
         self.steps = 0
         """Optimizer steps done."""
-        self.lent = Lent(self._store)
+        self.gathered_views = GatheredViews(self._store)
         """Copies handed to eager code, which may write to them."""
         self._stepping = False
         self._refreshing: list[Flight] = []
         self.construction: Construction
         """What partitions the model while it is built."""
         self._class: type[Partitioned]
-        self.holdings: dict[Entry, list[Any]] = {}
+        self.unsharded: dict[Entry, list[Any]] = {}
         """Entries whose parameters are held whole, and by which blocks, outermost first."""
         self._by_parameter: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
 
@@ -151,9 +153,9 @@ class Session:
         trainable = any(slot.trainable for slot in plan.slots)
         placed = replace(plan, residence=self._residences.of(plan.chunk, trainable))
         bucket = (
-            TiledBucket(placed, self.group, self.policy, self.depot)
+            TiledBucket(placed, self.group, self.policy, self.memory_tiers)
             if isinstance(placed, TiledPlan)
-            else Bucket(placed, self.group, self.policy, self.depot)
+            else Bucket(placed, self.group, self.policy, self.memory_tiers)
         )
         bucket.warned = self.warned
         return bucket
@@ -161,7 +163,7 @@ class Session:
     def adopt(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
         """Give ``entries`` the bucket's slots, in order. Nothing moves until :meth:`partition`.
 
-        Those that are placed already must be :meth:`Building.movable`.
+        Those that are placed already must be :meth:`PartitionedConstruction.movable`.
         """
         self.buckets.append(bucket)
         for entry, slot in zip(entries, bucket.plan.slots, strict=True):
@@ -189,9 +191,9 @@ class Session:
                     self._pinned.append(entry)
             bucket.put_away()
 
-    def hollow(self, entry: Entry) -> torch.Tensor:
+    def free_storage(self, entry: Entry) -> torch.Tensor:
         """Free a placed parameter's memory. Returns its value, which nothing else holds then."""
-        whole = entry.hollow(self._class)
+        whole = entry.free_storage(self._class)
         entry.watch(_arrives)
         return whole
 
@@ -253,13 +255,13 @@ class Session:
         if self._stepping:
             return
         self.unpin(at_once=True)
-        for entry in self.holdings:
+        for entry in self.unsharded:
             raise ZeroError(
                 f"optimizer.step() inside a block that holds {entry.name} whole: leave the block of "
                 "GatheredParameters first"
             )
         self.finish_refresh()
-        self.carried.drop()
+        self.gather_cache.drop()
         if self.offload.active:
             for bucket in self.buckets:
                 bucket.drop_fetch()
@@ -276,8 +278,8 @@ class Session:
         done = [entry for entry in self._pinned if entry.unpin(at_once=at_once)]
         for entry in done:
             self._pinned.remove(entry)
-            if entry not in self.holdings:
-                entry.let_go()
+            if entry not in self.unsharded:
+                entry.reshard()
 
     def refuse_ahead(self) -> None:
         """Raise if a graph would not see a change that was made to a parameter that is held whole.
@@ -285,7 +287,7 @@ class Session:
         Raises:
             ZeroError: names the parameter.
         """
-        for entry in self.holdings:
+        for entry in self.unsharded:
             if entry.ahead:
                 raise ZeroError(
                     f"{entry.name} was changed inside a block that holds it whole, and a compiled graph "
@@ -300,7 +302,7 @@ class Session:
         """
         if not self._stepping:
             return
-        self.lent.outdate({entry for entry in self.entries if entry.changing})
+        self.gathered_views.outdate({entry for entry in self.entries if entry.changing})
         for entry in self.entries:
             entry.end_step(self._class)
         self._stepping, failures = False, []
@@ -329,13 +331,13 @@ class Session:
         for bucket, dtype in self.opening:
             if bucket.lives_on_host:  # on its way at least: a gather would have to wait for it here
                 bucket.start_read()
-            elif (bucket, dtype) not in self.carried:
-                self.carried.put(bucket, dtype, bucket.start_gather(dtype))
+            elif (bucket, dtype) not in self.gather_cache:
+                self.gather_cache.put(bucket, dtype, bucket.start_gather(dtype))
 
     def state(self, buckets: Sequence[Bucket]) -> list[str]:
         """What ranks must have in common beside the plan, a line each: steps done, buckets at hand."""
         lines = [f"after {self.steps} optimizer steps"] if self.steps else []
-        held = [f"{b.serial} in {dtype}" for b, dtype in self.carried if b in buckets]
+        held = [f"{b.serial} in {dtype}" for b, dtype in self.gather_cache if b in buckets]
         return [*lines, f"with buckets {', '.join(held)} at hand"] if held else lines
 
     def finish_refresh(self) -> None:
@@ -351,10 +353,10 @@ class Session:
     def gather_whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a plain tensor of the logical shape. Collective once partitioned."""
         entry = self.entry(parameter)
-        at_hand = self.lent.at_hand(entry)
+        at_hand = self.gathered_views.at_hand(entry)
         if at_hand is not None:
             return at_hand.detach().clone()
-        self.lent.settle()
+        self.gathered_views.settle()
         if entry.whole:
             return as_plain(parameter).detach().clone()
         bucket, slot = entry.place
@@ -363,7 +365,7 @@ class Session:
 
     def put(self, entry: Entry, whole: torch.Tensor) -> None:
         """Replace a placed parameter's value in its bucket, whatever the user's object holds."""
-        self.lent.outdate([entry])
+        self.gathered_views.outdate([entry])
         self._store(entry, whole)
 
     def store_whole(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
@@ -376,7 +378,7 @@ class Session:
     @torch.no_grad()
     def _store(self, entry: Entry, whole: torch.Tensor) -> None:
         bucket, slot = entry.place
-        self.carried.drop()
+        self.gather_cache.drop()
         bucket.store(slot, whole)
         bucket.put_away()
         if not bucket.compared:

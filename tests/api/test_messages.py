@@ -33,8 +33,8 @@ from zero_runtime.ir.plan import (
     Channel,
     Phase,
     Plan,
-    Policy,
     Slot,
+    StatePolicy,
     Step,
     StepKind,
 )
@@ -178,7 +178,7 @@ def test_a_stage_that_there_is_not_is_refused(stage: Any) -> None:
 
 def test_a_graph_called_with_another_parameter_is_our_mistake() -> None:
     parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    session = open_session(ALONE, lay_out_rest, Policy())
+    session = open_session(ALONE, lay_out_rest, StatePolicy())
     capture = Capture(session, {1: 0}, [session.claim("up.weight", parameter)], "graph0")
     run = capture.bound(lambda *args: len(args))
     assert run(other, parameter) == 2
@@ -221,7 +221,7 @@ def _executor(compiled: Callable[[Any], Any]) -> Executor:
         for i, kind in enumerate((GATHER, WAIT, RELEASE))
     )
     plan = Plan("graph0.forward", Phase.FORWARD, 1, "one_ahead", (bucket,), steps)
-    session = open_session(ALONE, lay_out_rest, Policy())
+    session = open_session(ALONE, lay_out_rest, StatePolicy())
     return Executor(session, plan, [Bucket(bucket, ALONE)], compiled, {})
 
 

@@ -24,9 +24,9 @@ from zero_runtime.ir.plan import (
     Channel,
     Phase,
     Plan,
-    Policy,
     Residence,
     Stage,
+    StatePolicy,
     StepKind,
     Tier,
 )
@@ -209,7 +209,7 @@ def test_what_stays_is_2_2_and_12_bytes_a_parameter(stage: int) -> None:
     assert planned.resident.shards == pytest.approx(2 * P / (N if stage == 3 else 1), rel=0.01)
     assert planned.resident.optimizer == pytest.approx(12 * P / N, rel=0.01)
     assert sum_of_gradients(planned) == pytest.approx(2 * P / (N if stage >= 2 else 1), rel=0.01)
-    held = resident([Held(P, "bfloat16", True)], Policy(Stage(stage), True), N)
+    held = resident([Held(P, "bfloat16", True)], StatePolicy(Stage(stage), True), N)
     assert held.gradients == pytest.approx(sum_of_gradients(planned), rel=0.01)
     assert planned.peak >= planned.resident.total + sum_of_gradients(planned)
 
@@ -218,7 +218,7 @@ def test_what_stays_is_2_2_and_12_bytes_a_parameter(stage: int) -> None:
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 def test_what_lives_off_the_device_takes_none_of_its_memory(stage: int, tier: Tier) -> None:
     """Gradients follow the optimizer, but for stage 1; parameters can leave at stage 3 only."""
-    policy, ranks = Policy(Stage(stage), True), 8
+    policy, ranks = StatePolicy(Stage(stage), True), 8
 
     def kept(residence: Residence) -> Resident:
         return resident([Held(P, "bfloat16", True, True, residence)], policy, ranks)
@@ -235,7 +235,7 @@ def test_what_lives_off_the_device_takes_none_of_its_memory(stage: int, tier: Ti
 def test_what_is_left_on_the_device_still_counts() -> None:
     there = Held(1000, "float32", True, True, Residence(Tier.HOST, Tier.HOST))
     here = Held(10, "float32", True)
-    assert resident([there, here], Policy(), 1) == (40, 40, 80)
+    assert resident([there, here], StatePolicy(), 1) == (40, 40, 80)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])

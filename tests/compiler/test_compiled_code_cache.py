@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from zero_compile.backend import JointPartitioner
-from zero_runtime.ir.plan import Policy
+from zero_runtime.ir.plan import StatePolicy
 
 
 def train_once(options: dict[str, object]) -> float:
@@ -65,7 +65,7 @@ def test_code_that_overwrites_saved_tensors_is_not_used_where_they_are_kept():
 
 def test_the_partitioner_stands_in_keys_by_its_name():
     class Held:
-        policy = Policy()
+        policy = StatePolicy()
         donated = (0, 2)
 
         def __reduce__(self) -> str:

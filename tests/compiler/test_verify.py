@@ -190,8 +190,8 @@ class TestScheduled:
 
     def test_two_channels(self):
         gm = forward()
-        call_before(output_node(gm.graph), ops.channel)
-        with pytest.raises(PlanError, match="2 channels: collectives have no single order"):
+        call_before(output_node(gm.graph), ops.token)
+        with pytest.raises(PlanError, match="2 tokens: collectives have no single order"):
             verify_scheduled(gm)
 
     @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ class TestScheduled:
         gm = forward()
         node = first(gm, target)
         node.update_arg(place, next(iter(gm.graph.nodes)))
-        with pytest.raises(PlanError, match=f"{node.name} is outside the channel"):
+        with pytest.raises(PlanError, match=f"{node.name} is not ordered by the token"):
             verify_scheduled(gm)
 
 

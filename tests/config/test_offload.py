@@ -336,8 +336,8 @@ def test_momentum_that_was_loaded_is_not_begun_anew(tmp_path):
 
 
 def moved(run: Trained) -> tuple[int, int]:
-    run.session.depot.swap.drain()
-    stats = run.session.depot.swap.stats()
+    run.session.memory_tiers.swap.drain()
+    stats = run.session.memory_tiers.swap.stats()
     return stats.bytes_read, stats.bytes_written
 
 
@@ -538,7 +538,7 @@ def test_bytes_that_change_on_nvme_are_an_error_each_time_and_never_a_number(
     run.run(0)
     loss = run.forward(1)
     loss.backward()
-    swap = run.session.depot.swap
+    swap = run.session.memory_tiers.swap
     swap.drain()
     names = list(swap._tensors)
     assert names

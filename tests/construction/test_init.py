@@ -531,7 +531,7 @@ def _placed(make_init: Callable[[str], Any], folder: str, options: dict[str, Any
     step(torch.ones(2, 8)).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
     tiers |= {bucket.plan.residence.parameters for bucket in session.buckets}
-    return [tiers, differ, session.depot.swapped_bytes > 0]
+    return [tiers, differ, session.memory_tiers.swapped_bytes > 0]
 
 
 def _remote_cpu(folder: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from zero_runtime.errors import UnsupportedError, ZeroError
 from zero_runtime.memory import native
-from zero_runtime.memory.buffers import flat_buffer, husk
+from zero_runtime.memory.buffers import flat_buffer, without_storage
 from zero_runtime.offload.host_copies import (
     Pool,
     Transfers,
@@ -290,7 +290,7 @@ def test_an_error_surfaces_each_time_the_copy_is_waited_for() -> None:
         (torch.ones(8).bfloat16(), (8,), "bfloat16, the device's .8. of torch.float32"),
         (torch.ones(8)[::2], (4,), "from host to .*: the host's tensor is not contiguous"),
         (torch.ones(8, device="meta"), (8,), "the host's tensor is on meta, not cpu"),
-        (husk(torch.ones(8)), (8,), "the host's tensor holds no memory"),
+        (without_storage(torch.ones(8)), (8,), "the host's tensor holds no memory"),
     ],
     ids=["shape", "dtype", "stride", "device", "husk"],
 )

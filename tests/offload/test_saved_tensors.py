@@ -10,8 +10,8 @@ from zero_runtime.errors import PlanError, SwapError
 from zero_runtime.ir.ops import HANDLE_BYTES
 from zero_runtime.ir.placement import Offload
 from zero_runtime.ir.plan import Phase, Plan, Saved, Tier
-from zero_runtime.offload.memory_tiers import Depot
-from zero_runtime.offload.saved_tensors import Crossing, SavedStore
+from zero_runtime.offload.memory_tiers import MemoryTiers
+from zero_runtime.offload.saved_tensors import SavedStore, SavedTensorMoves
 
 CPU = torch.device("cpu")
 NUMEL = 5000
@@ -20,17 +20,19 @@ NUMEL = 5000
 @pytest.fixture
 def store(tmp_path: Path) -> SavedStore:
     """With room on the host and on NVMe."""
-    return SavedStore(Depot(Offload(folders=(str(tmp_path),))))
+    return SavedStore(MemoryTiers(Offload(folders=(str(tmp_path),))))
 
 
 def swapped(store: SavedStore) -> int:
-    return store._depot.swapped_bytes
+    return store._memory_tiers.swapped_bytes
 
 
-def crossing(store: SavedStore, *tiers: Tier) -> Crossing:
+def crossing(store: SavedStore, *tiers: Tier) -> SavedTensorMoves:
     """Of a graph that moves a tensor to each of ``tiers``."""
     saved = tuple(Saved(f"t{n}", NUMEL, "float32", tier) for n, tier in enumerate(tiers))
-    return Crossing(store, Plan("graph0.forward", Phase.FORWARD, 1, "planned", (), (), saved=saved))
+    return SavedTensorMoves(
+        store, Plan("graph0.forward", Phase.FORWARD, 1, "planned", (), (), saved=saved)
+    )
 
 
 def sent(store: SavedStore, tensor: torch.Tensor, tier: Tier) -> torch.Tensor:
@@ -61,7 +63,7 @@ def test_a_tensor_comes_back_as_it_left_and_as_often_as_it_is_wanted(
     plan = Plan(
         "g", Phase.FORWARD, 1, "planned", (), (), saved=(Saved("t", NUMEL, str(dtype)[6:], tier),)
     )
-    out, back = Crossing(store, plan), Crossing(store, plan)
+    out, back = SavedTensorMoves(store, plan), SavedTensorMoves(store, plan)
     away = out.start_offload(0, tensor, tensor.data_ptr())
     out.finish_offload(0, tensor.data_ptr())
     found = []

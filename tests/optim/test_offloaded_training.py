@@ -359,7 +359,7 @@ def test_what_is_on_nvme_comes_back_and_its_room_is_used_again(tmp_path: Any) ->
     assert session is not None
     sent = sum(s.bytes for s in away.plans[0].saved)
     assert sent > 0
-    assert session.depot.swapped_bytes <= sent, "four steps take the room of one"
+    assert session.memory_tiers.swapped_bytes <= sent, "four steps take the room of one"
 
 
 def test_a_disk_without_room_is_told_to_whoever_waits_for_the_tensor(
@@ -371,7 +371,7 @@ def test_a_disk_without_room_is_told_to_whoever_waits_for_the_tensor(
         def allocate(self, name: str, nbytes: int) -> None:
             raise SwapError(28, f"no room for '{name}' of {nbytes} bytes")
 
-    monkeypatch.setattr(memory_tiers.Depot, "swap", property(lambda self: Full()))
+    monkeypatch.setattr(memory_tiers.MemoryTiers, "swap", property(lambda self: Full()))
     with pytest.raises(SwapError, match="no room for 'saved 0' of 262144 bytes"):
         compiled(torch.randn(ROWS, WIDTH))
     monkeypatch.undo()

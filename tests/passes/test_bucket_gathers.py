@@ -103,9 +103,9 @@ primals_6: float32[4, 8]
 relu: float32[3, 16]
 relu_1: float32[3, 8]
 tangents_1: float32[3, 4]
-channel_default = zero3.channel()
-all_gather_start_default = zero3.all_gather_start(channel_default, 2, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 2, 64, float32, cpu)
+token_default = zero3.token()
+all_gather_start_default = zero3.all_gather_start(token_default, 2, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 2, 64, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1])
 permute_2 = aten.permute(as_strided_default, [1, 0])  # recompute
 permute_3 = aten.permute(permute_2, [1, 0])  # recompute
@@ -117,8 +117,8 @@ view = aten.view(sum_1, [4])
 le = aten.le.Scalar(relu_1, 0)
 full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cpu, pin_memory=False)
 where = aten.where.self(le, full_default, mm)
-all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
-all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
+all_gather_start_default_1 = zero3.all_gather_start(token_default, 1, float32)
+all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, token_default, 1, 192, float32, cpu)
 as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 permute_1 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_7 = aten.permute(permute_1, [1, 0])  # recompute
@@ -168,7 +168,7 @@ def test_buckets_share_one_channel_and_stand_at_their_first_use():
         X,
         bucket_bytes=1,
     )
-    assert len(calls(gm.graph, ops.channel)) == 1
+    assert len(calls(gm.graph, ops.token)) == 1
     starts, waits = calls(gm.graph, ops.all_gather_start), calls(gm.graph, ops.all_gather_wait)
     products = calls(gm.graph, torch.ops.aten.mul.Tensor)
     places = [index(gm, n) for pair in zip(starts, waits, products, strict=True) for n in pair]

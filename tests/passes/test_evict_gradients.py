@@ -70,7 +70,7 @@ def test_at_stage_1_gradients_are_whole_and_stay(stage, count) -> None:
 def test_a_planned_graph_evicts_too() -> None:
     gm = mlp(2, "planned", ON_HOST).scheduled(BACKWARD)
     assert len(calls(gm.graph, ops.evict)) == 3
-    verify_scheduled(gm, carried=frozenset(range(3)))
+    verify_scheduled(gm, gather_cache=frozenset(range(3)))
 
 
 def test_a_gradient_of_two_parameters_is_evicted_once() -> None:
@@ -120,12 +120,12 @@ primals_6: float32[4, 8]
 relu: float32[3, 16]
 relu_1: float32[3, 8]
 tangents_1: float32[3, 4]
-channel_default = zero3.channel()
-fetch_start_default = zero3.fetch_start(channel_default, 2)
-all_gather_start_default = zero3.all_gather_start(channel_default, 2, float32)
-fetch_start_default_1 = zero3.fetch_start(channel_default, 1)
-all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 2, 64, float32, cpu)
+token_default = zero3.token()
+fetch_start_default = zero3.fetch_start(token_default, 2)
+all_gather_start_default = zero3.all_gather_start(token_default, 2, float32)
+fetch_start_default_1 = zero3.fetch_start(token_default, 1)
+all_gather_start_default_1 = zero3.all_gather_start(token_default, 1, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 2, 64, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1])
 permute_2 = aten.permute(as_strided_default, [1, 0])  # recompute
 permute_3 = aten.permute(permute_2, [1, 0])  # recompute
@@ -134,11 +134,11 @@ permute_4 = aten.permute(tangents_1, [1, 0])
 mm_1 = aten.mm(permute_4, relu_1)
 sum_1 = aten.sum.dim_IntList(tangents_1, [0], True)
 view = aten.view(sum_1, [4])
-reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1], channel_default, 2, [1, 0])
+reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1], token_default, 2, [1, 0])
 le = aten.le.Scalar(relu_1, 0)
 full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cpu, pin_memory=False)
 where = aten.where.self(le, full_default, mm)
-all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
+all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, token_default, 1, 192, float32, cpu)
 as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 permute_1 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_7 = aten.permute(permute_1, [1, 0])  # recompute
@@ -147,17 +147,17 @@ permute_8 = aten.permute(where, [1, 0])
 mm_3 = aten.mm(permute_8, relu)
 sum_2 = aten.sum.dim_IntList(where, [0], True)
 view_1 = aten.view(sum_2, [8])
-reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, channel_default, 2, 32, float32, cpu)
-reduce_scatter_start_default_1 = zero3.reduce_scatter_start([view_1, mm_3], channel_default, 1, [1, 0])
+reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, token_default, 2, 32, float32, cpu)
+reduce_scatter_start_default_1 = zero3.reduce_scatter_start([view_1, mm_3], token_default, 1, [1, 0])
 le_1 = aten.le.Scalar(relu, 0)
 where_1 = aten.where.self(le_1, full_default, mm_2)
 permute_11 = aten.permute(where_1, [1, 0])
 mm_4 = aten.mm(permute_11, primals_3)
 sum_3 = aten.sum.dim_IntList(where_1, [0], True)
 view_2 = aten.view(sum_3, [16])
-reduce_scatter_wait_default_1 = zero3.reduce_scatter_wait(reduce_scatter_start_default_1, channel_default, 1, 96, float32, cpu)
-reduce_scatter_start_default_2 = zero3.reduce_scatter_start([view_2, mm_4], channel_default, 0, [1, 0])
-reduce_scatter_wait_default_2 = zero3.reduce_scatter_wait(reduce_scatter_start_default_2, channel_default, 0, 96, float32, cpu)
+reduce_scatter_wait_default_1 = zero3.reduce_scatter_wait(reduce_scatter_start_default_1, token_default, 1, 96, float32, cpu)
+reduce_scatter_start_default_2 = zero3.reduce_scatter_start([view_2, mm_4], token_default, 0, [1, 0])
+reduce_scatter_wait_default_2 = zero3.reduce_scatter_wait(reduce_scatter_start_default_2, token_default, 0, 96, float32, cpu)
 return [reduce_scatter_wait_default_2, reduce_scatter_wait_default_2, None, reduce_scatter_wait_default_1, reduce_scatter_wait_default_1, reduce_scatter_wait_default, reduce_scatter_wait_default]
 """,
         )
@@ -173,12 +173,12 @@ primals_6: float32[4, 8]
 relu: float32[3, 16]
 relu_1: float32[3, 8]
 tangents_1: float32[3, 4]
-channel_default = zero3.channel()
-fetch_start_default = zero3.fetch_start(channel_default, 2)
-all_gather_start_default = zero3.all_gather_start(channel_default, 2, float32)
-fetch_start_default_1 = zero3.fetch_start(channel_default, 1)
-all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 2, 64, float32, cpu)
+token_default = zero3.token()
+fetch_start_default = zero3.fetch_start(token_default, 2)
+all_gather_start_default = zero3.all_gather_start(token_default, 2, float32)
+fetch_start_default_1 = zero3.fetch_start(token_default, 1)
+all_gather_start_default_1 = zero3.all_gather_start(token_default, 1, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 2, 64, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [4, 8], [8, 1])
 permute_2 = aten.permute(as_strided_default, [1, 0])  # recompute
 permute_3 = aten.permute(permute_2, [1, 0])  # recompute
@@ -187,11 +187,11 @@ permute_4 = aten.permute(tangents_1, [1, 0])
 mm_1 = aten.mm(permute_4, relu_1)
 sum_1 = aten.sum.dim_IntList(tangents_1, [0], True)
 view = aten.view(sum_1, [4])
-reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1], channel_default, 2, [1, 0])
+reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1], token_default, 2, [1, 0])
 le = aten.le.Scalar(relu_1, 0)
 full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cpu, pin_memory=False)
 where = aten.where.self(le, full_default, mm)
-all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
+all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, token_default, 1, 192, float32, cpu)
 as_strided_default_1 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 permute_1 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_7 = aten.permute(permute_1, [1, 0])  # recompute
@@ -200,20 +200,20 @@ permute_8 = aten.permute(where, [1, 0])
 mm_3 = aten.mm(permute_8, relu)
 sum_2 = aten.sum.dim_IntList(where, [0], True)
 view_1 = aten.view(sum_2, [8])
-reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, channel_default, 2, 32, float32, cpu)
-evict_default = zero3.evict(reduce_scatter_wait_default, channel_default, 2)
-reduce_scatter_start_default_1 = zero3.reduce_scatter_start([view_1, mm_3], channel_default, 1, [1, 0])
+reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, token_default, 2, 32, float32, cpu)
+evict_default = zero3.evict(reduce_scatter_wait_default, token_default, 2)
+reduce_scatter_start_default_1 = zero3.reduce_scatter_start([view_1, mm_3], token_default, 1, [1, 0])
 le_1 = aten.le.Scalar(relu, 0)
 where_1 = aten.where.self(le_1, full_default, mm_2)
 permute_11 = aten.permute(where_1, [1, 0])
 mm_4 = aten.mm(permute_11, primals_3)
 sum_3 = aten.sum.dim_IntList(where_1, [0], True)
 view_2 = aten.view(sum_3, [16])
-reduce_scatter_wait_default_1 = zero3.reduce_scatter_wait(reduce_scatter_start_default_1, channel_default, 1, 96, float32, cpu)
-evict_default_1 = zero3.evict(reduce_scatter_wait_default_1, channel_default, 1)
-reduce_scatter_start_default_2 = zero3.reduce_scatter_start([view_2, mm_4], channel_default, 0, [1, 0])
-reduce_scatter_wait_default_2 = zero3.reduce_scatter_wait(reduce_scatter_start_default_2, channel_default, 0, 96, float32, cpu)
-evict_default_2 = zero3.evict(reduce_scatter_wait_default_2, channel_default, 0)
+reduce_scatter_wait_default_1 = zero3.reduce_scatter_wait(reduce_scatter_start_default_1, token_default, 1, 96, float32, cpu)
+evict_default_1 = zero3.evict(reduce_scatter_wait_default_1, token_default, 1)
+reduce_scatter_start_default_2 = zero3.reduce_scatter_start([view_2, mm_4], token_default, 0, [1, 0])
+reduce_scatter_wait_default_2 = zero3.reduce_scatter_wait(reduce_scatter_start_default_2, token_default, 0, 96, float32, cpu)
+evict_default_2 = zero3.evict(reduce_scatter_wait_default_2, token_default, 0)
 return [evict_default_2, evict_default_2, None, evict_default_1, evict_default_1, evict_default, evict_default]
 """,
         )

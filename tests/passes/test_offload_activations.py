@@ -49,9 +49,9 @@ primals_6: float32[64, 64]
 primals_7: float32[64]
 primals_8: float32[64, 64]
 primals_9: float32[64]
-channel_default = zero3.channel()
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 16640, float32, cpu)
+token_default = zero3.token()
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 16640, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1])
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [64], [1], 4096)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 4160)
@@ -92,9 +92,9 @@ primals_6: float32[64, 64]
 primals_7: float32[64]
 primals_8: float32[64, 64]
 primals_9: float32[64]
-channel_default = zero3.channel()
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 16640, float32, cpu)
+token_default = zero3.token()
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 16640, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1])
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [64], [1], 4096)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 4160)
@@ -110,11 +110,11 @@ permute_1 = aten.permute(as_strided_default_2, [1, 0])  # recompute
 addmm_1 = aten.addmm(as_strided_default_3, relu, permute_1)
 relu_1 = aten.relu(addmm_1)
 permute_2 = aten.permute(as_strided_default_4, [1, 0])  # recompute
-offload_start_default = zero3.offload_start(relu, channel_default, 0, [64, 1], False)
+offload_start_default = zero3.offload_start(relu, token_default, 0, [64, 1], False)
 addmm_2 = aten.addmm(as_strided_default_5, relu_1, permute_2)
 relu_2 = aten.relu(addmm_2)
 permute_3 = aten.permute(as_strided_default_6, [1, 0])  # recompute
-offload_wait_default = zero3.offload_wait(relu, channel_default, 0)
+offload_wait_default = zero3.offload_wait(relu, token_default, 0)
 addmm_3 = aten.addmm(as_strided_default_7, relu_2, permute_3)
 relu_3 = aten.relu(addmm_3)
 le = aten.le.Scalar(relu_3, 0)

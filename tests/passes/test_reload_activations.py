@@ -33,11 +33,11 @@ relu_1: float32[4096, 64]
 relu_2: float32[4096, 64]
 le: bool[4096, 64]
 tangents_1: float32[4096, 64]
-channel_default = zero3.channel()
+token_default = zero3.token()
 full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cpu, pin_memory=False)
 where = aten.where.self(le, full_default, tangents_1)
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 16640, float32, cpu)
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 16640, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 12480)
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 8320)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 4160)
@@ -72,8 +72,8 @@ permute_16 = aten.permute(where_3, [1, 0])
 mm_6 = aten.mm(permute_16, primals_3)
 sum_4 = aten.sum.dim_IntList(where_3, [0], True)
 view_3 = aten.view(sum_4, [64])
-reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1, view_1, mm_3, view_2, mm_5, view_3, mm_6], channel_default, 0, [7, 6, 5, 4, 3, 2, 1, 0])
-reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, channel_default, 0, 8320, float32, cpu)
+reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1, view_1, mm_3, view_2, mm_5, view_3, mm_6], token_default, 0, [7, 6, 5, 4, 3, 2, 1, 0])
+reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, token_default, 0, 8320, float32, cpu)
 return [reduce_scatter_wait_default, reduce_scatter_wait_default, None, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default]
 """,
         )
@@ -93,11 +93,11 @@ relu_1: float32[4096, 64]
 relu_2: float32[4096, 64]
 le: bool[4096, 64]
 tangents_1: float32[4096, 64]
-channel_default = zero3.channel()
+token_default = zero3.token()
 full_default = aten.full([], 0.0, dtype=float32, layout=torch.strided, device=cpu, pin_memory=False)
 where = aten.where.self(le, full_default, tangents_1)
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 16640, float32, cpu)
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 16640, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 12480)
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 8320)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default, [64, 64], [64, 1], 4160)
@@ -114,7 +114,7 @@ permute_2 = aten.permute(as_strided_default_1, [1, 0])  # recompute
 permute_8 = aten.permute(permute_2, [1, 0])  # recompute
 mm_2 = aten.mm(where_1, permute_8)
 permute_9 = aten.permute(where_1, [1, 0])
-reload_start_default = zero3.reload_start(relu, channel_default, 0, cpu)
+reload_start_default = zero3.reload_start(relu, token_default, 0, cpu)
 mm_3 = aten.mm(permute_9, relu_1)
 sum_2 = aten.sum.dim_IntList(where_1, [0], True)
 view_1 = aten.view(sum_2, [64])
@@ -124,7 +124,7 @@ permute_1 = aten.permute(as_strided_default_2, [1, 0])  # recompute
 permute_12 = aten.permute(permute_1, [1, 0])  # recompute
 mm_4 = aten.mm(where_2, permute_12)
 permute_13 = aten.permute(where_2, [1, 0])
-reload_wait_default = zero3.reload_wait(channel_default, 0, 262144, float32, cpu)
+reload_wait_default = zero3.reload_wait(token_default, 0, 262144, float32, cpu)
 as_strided_default_3 = aten.as_strided(reload_wait_default, [4096, 64], [64, 1])
 mm_5 = aten.mm(permute_13, as_strided_default_3)
 sum_3 = aten.sum.dim_IntList(where_2, [0], True)
@@ -135,8 +135,8 @@ permute_16 = aten.permute(where_3, [1, 0])
 mm_6 = aten.mm(permute_16, primals_3)
 sum_4 = aten.sum.dim_IntList(where_3, [0], True)
 view_3 = aten.view(sum_4, [64])
-reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1, view_1, mm_3, view_2, mm_5, view_3, mm_6], channel_default, 0, [7, 6, 5, 4, 3, 2, 1, 0])
-reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, channel_default, 0, 8320, float32, cpu)
+reduce_scatter_start_default = zero3.reduce_scatter_start([view, mm_1, view_1, mm_3, view_2, mm_5, view_3, mm_6], token_default, 0, [7, 6, 5, 4, 3, 2, 1, 0])
+reduce_scatter_wait_default = zero3.reduce_scatter_wait(reduce_scatter_start_default, token_default, 0, 8320, float32, cpu)
 return [reduce_scatter_wait_default, reduce_scatter_wait_default, None, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default, reduce_scatter_wait_default]
 """,
         )

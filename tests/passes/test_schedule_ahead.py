@@ -60,23 +60,23 @@ primals_4: float32[8, 16]
 primals_5: float32[8]
 primals_6: float32[4, 8]
 primals_7: float32[4]
-channel_default = zero3.channel()
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 192, float32, cpu)
+token_default = zero3.token()
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 192, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [16, 8], [8, 1])
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [16], [1], 128)
 permute = aten.permute(as_strided_default, [1, 0])  # recompute
 addmm = aten.addmm(as_strided_default_1, primals_3, permute)
 relu = aten.relu(addmm)
-all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
-all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
+all_gather_start_default_1 = zero3.all_gather_start(token_default, 1, float32)
+all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, token_default, 1, 192, float32, cpu)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 as_strided_default_3 = aten.as_strided(all_gather_wait_default_1, [8], [1], 128)
 permute_1 = aten.permute(as_strided_default_2, [1, 0])  # recompute
 addmm_1 = aten.addmm(as_strided_default_3, relu, permute_1)
 relu_1 = aten.relu(addmm_1)
-all_gather_start_default_2 = zero3.all_gather_start(channel_default, 2, float32)
-all_gather_wait_default_2 = zero3.all_gather_wait(all_gather_start_default_2, channel_default, 2, 64, float32, cpu)
+all_gather_start_default_2 = zero3.all_gather_start(token_default, 2, float32)
+all_gather_wait_default_2 = zero3.all_gather_wait(all_gather_start_default_2, token_default, 2, 64, float32, cpu)
 as_strided_default_4 = aten.as_strided(all_gather_wait_default_2, [4, 8], [8, 1])
 as_strided_default_5 = aten.as_strided(all_gather_wait_default_2, [4], [1], 32)
 permute_2 = aten.permute(as_strided_default_4, [1, 0])  # recompute
@@ -97,23 +97,23 @@ primals_4: float32[8, 16]
 primals_5: float32[8]
 primals_6: float32[4, 8]
 primals_7: float32[4]
-channel_default = zero3.channel()
-all_gather_start_default = zero3.all_gather_start(channel_default, 0, float32)
-all_gather_start_default_1 = zero3.all_gather_start(channel_default, 1, float32)
-all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, channel_default, 0, 192, float32, cpu)
+token_default = zero3.token()
+all_gather_start_default = zero3.all_gather_start(token_default, 0, float32)
+all_gather_start_default_1 = zero3.all_gather_start(token_default, 1, float32)
+all_gather_wait_default = zero3.all_gather_wait(all_gather_start_default, token_default, 0, 192, float32, cpu)
 as_strided_default = aten.as_strided(all_gather_wait_default, [16, 8], [8, 1])
 as_strided_default_1 = aten.as_strided(all_gather_wait_default, [16], [1], 128)
 permute = aten.permute(as_strided_default, [1, 0])  # recompute
 addmm = aten.addmm(as_strided_default_1, primals_3, permute)
 relu = aten.relu(addmm)
-all_gather_start_default_2 = zero3.all_gather_start(channel_default, 2, float32)
-all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, channel_default, 1, 192, float32, cpu)
+all_gather_start_default_2 = zero3.all_gather_start(token_default, 2, float32)
+all_gather_wait_default_1 = zero3.all_gather_wait(all_gather_start_default_1, token_default, 1, 192, float32, cpu)
 as_strided_default_2 = aten.as_strided(all_gather_wait_default_1, [8, 16], [16, 1])
 as_strided_default_3 = aten.as_strided(all_gather_wait_default_1, [8], [1], 128)
 permute_1 = aten.permute(as_strided_default_2, [1, 0])  # recompute
 addmm_1 = aten.addmm(as_strided_default_3, relu, permute_1)
 relu_1 = aten.relu(addmm_1)
-all_gather_wait_default_2 = zero3.all_gather_wait(all_gather_start_default_2, channel_default, 2, 64, float32, cpu)
+all_gather_wait_default_2 = zero3.all_gather_wait(all_gather_start_default_2, token_default, 2, 64, float32, cpu)
 as_strided_default_4 = aten.as_strided(all_gather_wait_default_2, [4, 8], [8, 1])
 as_strided_default_5 = aten.as_strided(all_gather_wait_default_2, [4], [1], 32)
 permute_2 = aten.permute(as_strided_default_4, [1, 0])  # recompute

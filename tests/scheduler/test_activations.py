@@ -23,9 +23,9 @@ from zero_compile.scheduler.activations import (
     plan_activations,
 )
 from zero_compile.scheduler.decide_schedule import Limits
-from zero_compile.scheduler.pose_problem import MARGIN, pose
+from zero_compile.scheduler.pose_problem import MARGIN, pose_problem
 from zero_compile.scheduler.saved_values import Wanted, candidates
-from zero_runtime.ir.plan import BucketPlan, Channel, Policy, Tier
+from zero_runtime.ir.plan import BucketPlan, Channel, StatePolicy, Tier
 
 SIZE = 10
 
@@ -259,12 +259,12 @@ def step():  # type: ignore[no-untyped-def]
 
 def found(step, wanted=ANYTHING, profile: Hardware = CPU) -> list[Candidate]:  # type: ignore[no-untyped-def]
     forward, backward, buckets = step
-    return candidates(forward.graph, backward.graph, buckets, Policy(), profile, wanted)
+    return candidates(forward.graph, backward.graph, buckets, StatePolicy(), profile, wanted)
 
 
 def moves(step, limits: Limits = Limits(), profile: Hardware = CPU, tier: Tier = Tier.HOST):  # type: ignore[no-untyped-def]  # noqa: B008
     forward, backward, buckets = step
-    halves = [pose(gm.graph, buckets, Policy(), profile) for gm in (forward, backward)]
+    halves = [pose_problem(gm.graph, buckets, StatePolicy(), profile) for gm in (forward, backward)]
     return plan_activations(*halves, limits, tier, found(step, Wanted(tier, 1), profile))
 
 
@@ -317,7 +317,7 @@ def test_nothing_is_chosen_on_a_machine_with_a_slow_link(step) -> None:
 
 def test_a_budget_takes_as_many_as_it_needs(step) -> None:
     forward, backward, buckets = step
-    halves = [pose(gm.graph, buckets, Policy(), CPU) for gm in (forward, backward)]
+    halves = [pose_problem(gm.graph, buckets, StatePolicy(), CPU) for gm in (forward, backward)]
     most = max(course_of(*halves, Limits(total=1 << 40)).held)
     assert moves(step, Limits(total=most + (1 << 20))) == ()
     counts = [len(moves(step, Limits(total=most * part // 10))) for part in (9, 7, 5)]
@@ -346,8 +346,9 @@ def test_memory_that_others_share_is_no_candidate() -> None:
         node.name = name
     bucket = BucketPlan("float32", "cpu", 1, 32, ())
     names = [
-        c.name for c in candidates(ahead.graph, behind.graph, [bucket], Policy(), CPU, ANYTHING)
+        c.name
+        for c in candidates(ahead.graph, behind.graph, [bucket], StatePolicy(), CPU, ANYTHING)
     ]
     assert names == [saved[-1]]
     elsewhere = replace(bucket, device="cuda:0")
-    assert candidates(ahead.graph, behind.graph, [elsewhere], Policy(), CPU, ANYTHING) == []
+    assert candidates(ahead.graph, behind.graph, [elsewhere], StatePolicy(), CPU, ANYTHING) == []

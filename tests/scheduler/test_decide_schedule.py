@@ -18,8 +18,8 @@ from zero_compile.scheduler.decide_schedule import (
 from zero_compile.scheduler.evaluate import exposed_seconds, held_bytes, peak_bytes
 from zero_compile.scheduler.pose_problem import Posed
 from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
-from zero_compile.simulator.build_program import lay_down
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.build_program import build_program
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
 
@@ -28,7 +28,7 @@ SIZE = 4
 # ------------------------------------------------------------------------------ problems
 
 
-def pose(
+def pose_problem(
     name: str,
     compute: Sequence[float],
     gathers: Sequence[Gather],
@@ -57,8 +57,8 @@ def chain(
     reductions = [Reduce(b, reducing, 2 * SIZE, k, SIZE) for k, b in enumerate(order)]
     up, down = ([live * (k + 1) for k in ks] for ks in (range(layers), order))
     return (
-        pose("f", (1.0,) * layers, forward, (), up),
-        pose("b", (2.0,) * layers, backward, reductions, down),
+        pose_problem("f", (1.0,) * layers, forward, (), up),
+        pose_problem("b", (2.0,) * layers, backward, reductions, down),
     )
 
 
@@ -139,7 +139,7 @@ class Step:
     @property
     def peak(self) -> int:
         """As it is simulated: also between units."""
-        return simulate(lay_down(self.problem, self.schedule, "step")).peak
+        return simulate(build_program(self.problem, self.schedule, "step")).peak
 
     @property
     def exposed(self) -> float:
@@ -161,8 +161,8 @@ class Step:
             assert self.schedule.fetch_start(i) <= starts[i]
         for i in self.problem.read:
             assert self.schedule.read_start(i) <= self.schedule.fetch_start(i)
-        program = lay_down(self.problem, self.schedule, "step", world_size=2)
-        prove(program)
+        program = build_program(self.problem, self.schedule, "step", world_size=2)
+        prove_order(program)
         assert simulate(program).exposed == self.exposed
 
 
@@ -207,8 +207,10 @@ def test_names_of_a_graph_that_runs_alone() -> None:
 
 
 def test_a_gather_for_backward_starts_in_forward_where_compute_hides_it() -> None:
-    forward = pose("f", (1.0,) * 4, [Gather(0, 0.4, SIZE, 0, 0)])
-    backward = pose("b", (1.0,) * 2, [Gather(1, 1.5, SIZE, 0, 0), Gather(0, 0.4, SIZE, 1, 1)])
+    forward = pose_problem("f", (1.0,) * 4, [Gather(0, 0.4, SIZE, 0, 0)])
+    backward = pose_problem(
+        "b", (1.0,) * 2, [Gather(1, 1.5, SIZE, 0, 0), Gather(0, 0.4, SIZE, 1, 1)]
+    )
     one, two = plan_step(forward, backward, Limits())
     assert one.early == (Early(1, "float32", "f2"),)
     assert (one.kept, one.carried_out) == (frozenset(), frozenset({1}))
@@ -218,9 +220,9 @@ def test_a_gather_for_backward_starts_in_forward_where_compute_hides_it() -> Non
 
 def test_an_early_gather_does_not_start_before_forward_has_released_its_bucket() -> None:
     """Backward wants it for two units, so it is no candidate to be kept; five seconds on its way."""
-    forward = pose("f", (1.0,) * 6, [Gather(0, 0.1, SIZE, 0, 2)])
+    forward = pose_problem("f", (1.0,) * 6, [Gather(0, 0.1, SIZE, 0, 2)])
     twice = [Gather(0, 5.0, SIZE, 0, 0), Gather(0, 5.0, SIZE, 2, 2, earliest=1)]
-    backward = pose("b", (1.0,) * 3, twice)
+    backward = pose_problem("b", (1.0,) * 3, twice)
     one, _ = plan_step(forward, backward, Limits(total=100, keep=True))
     assert [e.before for e in one.early] == ["f3"]
     planned(forward, backward, Limits(total=100, keep=True))
@@ -238,8 +240,12 @@ def test_a_bucket_that_is_gathered_in_another_dtype_is_not_kept() -> None:
 
 def test_a_bucket_that_would_be_gathered_again_at_once_is_kept() -> None:
     """The last of forward is not the first of backward, yet nothing runs between its uses."""
-    forward = pose("f", (1.0,) * 2, [Gather(0, 3.0, SIZE, 0, 0), Gather(1, 3.0, SIZE, 1, 1)])
-    backward = pose("b", (1.0,) * 2, [Gather(2, 0.1, SIZE, 0, 0), Gather(1, 3.0, SIZE, 1, 1)])
+    forward = pose_problem(
+        "f", (1.0,) * 2, [Gather(0, 3.0, SIZE, 0, 0), Gather(1, 3.0, SIZE, 1, 1)]
+    )
+    backward = pose_problem(
+        "b", (1.0,) * 2, [Gather(2, 0.1, SIZE, 0, 0), Gather(1, 3.0, SIZE, 1, 1)]
+    )
     assert kept(forward, backward, Limits(gathered=2 * SIZE)) == {1}
 
 
@@ -312,9 +318,9 @@ def test_persistent_buckets_are_kept() -> None:
 def test_persistent_buckets_are_kept_beside_what_one_ahead_takes() -> None:
     """Small ones, each of its own, in a chain of large ones: all together exceed one ahead's memory."""
     small = [Gather(k, 0.1, 1, k, k) for k in range(9)]
-    forward = pose("f", (1.0,) * 9, small)
+    forward = pose_problem("f", (1.0,) * 9, small)
     again = [Gather(8 - k, 0.1, 1, k, k) for k in range(9)]
-    backward = pose("b", (1.0,) * 9, again)
+    backward = pose_problem("b", (1.0,) * 9, again)
     assert kept(forward, backward, Limits(persistent=frozenset(range(9)))) == set(range(9))
 
 
@@ -337,7 +343,7 @@ def unused(problem: Problem, schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize(("ahead", "buckets"), [(0, 1), (SIZE, 1), (2 * SIZE, 2), (3 * SIZE, 3)])
 def test_the_prefetch_limit(ahead: int, buckets: int) -> None:
     """A long unit wants to hide all gathers behind it; the next one always may start."""
-    forward = pose("f", (100.0, *[0.1] * 7), [Gather(k, 5.0, SIZE, k, k) for k in range(8)])
+    forward = pose_problem("f", (100.0, *[0.1] * 7), [Gather(k, 5.0, SIZE, k, k) for k in range(8)])
     for limits, most in ((Limits(total=100 * SIZE), 7), (Limits(100 * SIZE, ahead=ahead), buckets)):
         found = plan_graph(forward, limits)
         starts = tuple(position(forward, found.starts[i]) for i in range(8))
@@ -426,7 +432,7 @@ def random_half(rng: random.Random, name: str, buckets: dict[int, tuple[float, i
         gathers.append(Gather(bucket, *buckets[bucket], first, last, free.get(bucket, 0)))
         free[bucket] = last + 1
     compute = [rng.randint(1, 16) / 8 for _ in range(units)]
-    return pose(name, compute, gathers, (), [rng.randint(0, 6) for _ in range(units)])
+    return pose_problem(name, compute, gathers, (), [rng.randint(0, 6) for _ in range(units)])
 
 
 def random_step(rng: random.Random) -> tuple[Posed, Posed]:
@@ -465,7 +471,7 @@ def at_uses(forward: Posed, backward: Posed) -> tuple[list[int], list[int]]:
 
 def test_random_steps_are_legal_and_within_their_limits() -> None:
     rng = random.Random(7)
-    refused = carried = 0
+    refused = gather_cache = 0
     for number in range(1500):
         forward, backward = random_step(rng)
         buckets, everything = at_uses(forward, backward)
@@ -480,12 +486,12 @@ def test_random_steps_are_legal_and_within_their_limits() -> None:
             continue
         step = planned(forward, backward, limits)
         one, _ = plan_step(forward, backward, limits)
-        carried += len(one.carried_out)
+        gather_cache += len(one.carried_out)
         held = [h - live for h, live in zip(step.held, step.problem.live, strict=True)]
         assert limits.total is None or step.peak <= limits.total, number
         assert limits.gathered is None or max(held) <= limits.gathered, number
     assert 50 < refused < 750
-    assert carried > 500
+    assert gather_cache > 500
 
 
 def test_random_steps_without_limits_take_no_more_than_one_ahead() -> None:

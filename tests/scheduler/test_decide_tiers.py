@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from test_decide_schedule import SIZE, at_uses, kept, planned, pose, random_step
+from test_decide_schedule import SIZE, at_uses, kept, planned, pose_problem, random_step
 
 from zero_compile.scheduler.decide_schedule import Departure, Limits, plan_graph, plan_step
 from zero_compile.scheduler.pose_problem import Posed
@@ -51,9 +51,9 @@ def test_random_steps_off_the_device_are_legal_and_within_their_limits() -> None
 
 def test_a_shard_for_backward_sets_out_in_forward() -> None:
     """Three seconds to read, two to fetch, and nothing before the third unit of backward needs it."""
-    forward = pose("f", (1.0,) * 4, [Gather(0, 0.5, SIZE, 0, 0)])
+    forward = pose_problem("f", (1.0,) * 4, [Gather(0, 0.5, SIZE, 0, 0)])
     far = Gather(1, 0.5, SIZE, 2, 2, 0, 2.0, 3.0, 1)
-    backward = pose("b", (1.0,) * 3, [far])
+    backward = pose_problem("b", (1.0,) * 3, [far])
     one, two = plan_step(forward, backward, Limits())
     # Its gather starts at 5.5, where unit b1 does; so the fetch at 3.5 and the read at 0.5.
     assert (one.early, two.starts) == ((), {0: "b1"})
@@ -72,15 +72,15 @@ def test_a_kept_bucket_saves_its_shards_way_too() -> None:
     for way, worthiest in (((0.25, 0.5, 1), 1), ((0.0, 0.0, 0), 0)):
         gathers = [Gather(0, 0.5, SIZE, 0, 0), Gather(1, 0.5, SIZE, 1, 1, 0, *way)]
         last = Gather(2, 0.5, SIZE, 2, 2)
-        forward = pose("f", (1.0,) * 3, [*gathers, last])
+        forward = pose_problem("f", (1.0,) * 3, [*gathers, last])
         again = [replace(g, first=k, last=k) for k, g in enumerate((last, *gathers))]
-        backward = pose("b", (1.0,) * 3, again)
+        backward = pose_problem("b", (1.0,) * 3, again)
         assert kept(forward, backward, Limits(total=3 * SIZE + 1, keep=True)) == {worthiest, 2}
 
 
 def test_a_graph_that_runs_alone_reads_and_fetches_ahead() -> None:
     gathers = [Gather(k, 0.25, SIZE, k, k, 0, 0.25, 0.5, 1) for k in range(5)]
-    found = plan_graph(pose("f", (1.0,) * 5, gathers), Limits())
+    found = plan_graph(pose_problem("f", (1.0,) * 5, gathers), Limits())
     assert found.starts == {0: "", 1: "", 2: "f1", 3: "f2", 4: "f3"}
     assert found.fetches == tuple(map(Departure, range(5), ("", "", "", "f1", "f2")))
     assert found.reads == tuple(map(Departure, range(5), ("", "", "", "f1", "f2")))
@@ -88,7 +88,7 @@ def test_a_graph_that_runs_alone_reads_and_fetches_ahead() -> None:
 
 def test_slots_bound_what_is_read_ahead() -> None:
     gathers = [Gather(k, 0.25, SIZE, k, k, 0, 0.25, 5.0, 1) for k in range(5)]
-    found = plan_graph(pose("f", (1.0,) * 5, gathers), Limits(slots=2))
+    found = plan_graph(pose_problem("f", (1.0,) * 5, gathers), Limits(slots=2))
     assert [d.before for d in found.reads] == ["", "", "", "", "f1"]
-    one = plan_graph(pose("f", (1.0,) * 5, gathers), Limits(slots=1))
+    one = plan_graph(pose_problem("f", (1.0,) * 5, gathers), Limits(slots=1))
     assert [d.before for d in one.reads] == ["", "", "", "f1", "f2"]

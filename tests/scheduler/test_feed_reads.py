@@ -15,8 +15,8 @@ from zero_compile.scheduler.feed_reads import feed, solve_fed, staging_bytes, un
 from zero_compile.scheduler.issue import Kind, issue_order
 from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
 from zero_compile.scheduler.solve_starts import solve
-from zero_compile.simulator.build_program import lay_down
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.build_program import build_program
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
 
@@ -234,8 +234,8 @@ def test_a_drive_far_too_slow_is_kept_busy(slots, seconds):
     """The whole step takes as long as the reads, and what comes before and after the last of them."""
     problem = layers(20, read=seconds, slots=slots)
     schedule = solve_fed(problem)
-    prove(lay_down(problem, schedule, "x"))
-    timeline = simulate(lay_down(problem, schedule, "x"))
+    prove_order(build_program(problem, schedule, "x"))
+    timeline = simulate(build_program(problem, schedule, "x"))
     idle = 20 * 0.25 if slots == 1 else 0.25 * 2  # a slot is held until its fetch has ended
     assert timeline.seconds <= 20 * seconds + idle + 0.5 + 2.0 + 1e-9
 
@@ -264,6 +264,6 @@ def test_with_compute_longer_than_transfers_a_step_takes_at_most_1_1_times_as_lo
         compute, (0,) * 2 * count, tuple(gathers), reductions, slots=rng.randint(2, 6)
     )
     bare = unfed(replace(problem, reductions=tuple(replace(r, evict=0.0) for r in reductions)))
-    without = simulate(lay_down(bare, solve(bare), "without")).seconds
-    offloaded_step = simulate(lay_down(problem, solve_fed(problem), "with")).seconds
+    without = simulate(build_program(bare, solve(bare), "without")).seconds
+    offloaded_step = simulate(build_program(problem, solve_fed(problem), "with")).seconds
     assert without <= offloaded_step < 1.1 * without

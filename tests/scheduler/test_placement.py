@@ -13,7 +13,7 @@ from zero_compile.scheduler.placement import WORKING_SHARE, Budgets, Wish, place
 from zero_runtime.errors import OptionError
 from zero_runtime.ir.aio import AioConfig
 from zero_runtime.ir.placement import ON_DEVICE, Offload, Shares
-from zero_runtime.ir.plan import Policy, Residence, Stage, Tier
+from zero_runtime.ir.plan import Residence, Stage, StatePolicy, Tier
 from zero_runtime.offload.residences import Residences
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ NO_WISH = Wish()
 
 
 def placed(budgets: Budgets, wish: Wish = NO_WISH, held: list[Held] = HELD, ranks: int = 1) -> Any:
-    return place(held, Policy(), ranks, wish, budgets)
+    return place(held, StatePolicy(), ranks, wish, budgets)
 
 
 def test_without_a_word_everything_stays_on_the_device() -> None:
@@ -82,7 +82,7 @@ def test_what_is_sent_to_a_host_that_is_too_small_goes_on_to_nvme() -> None:
 
 
 def test_masters_count_as_optimizer_state() -> None:
-    policy = Policy(master_weights=True)
+    policy = StatePolicy(master_weights=True)
     found = place(BF16, policy, 1, Wish(optimizer=Tier.NVME), Budgets(nvme=True))
     assert found.nvme_bytes == 12 * MIB
 
@@ -112,7 +112,7 @@ def test_a_frozen_bucket_has_no_optimizer_state_to_offload() -> None:
 
 
 def offload(options: dict[str, Any], stage: Stage = Stage.PARAMETERS) -> Offload:
-    return offload_of(parse(options), HELD, Policy(stage), 1)
+    return offload_of(parse(options), HELD, StatePolicy(stage), 1)
 
 
 def test_sections_become_a_policy() -> None:

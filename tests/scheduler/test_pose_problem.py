@@ -41,13 +41,13 @@ from zero_compile.scheduler.decide_schedule import (
 )
 from zero_compile.scheduler.evaluate import exposed_seconds
 from zero_compile.scheduler.feed_reads import solve_fed
-from zero_compile.scheduler.pose_problem import MARGIN, Posed, pose
+from zero_compile.scheduler.pose_problem import MARGIN, Posed, pose_problem
 from zero_compile.scheduler.problem import STAGING_SLOTS
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.read_back import Half, Scheduled, read_graph, read_step
 from zero_compile.simulator.simulate import simulate
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import Channel, Policy, Residence, Stage
+from zero_runtime.ir.plan import Channel, Residence, Stage, StatePolicy
 
 CPU = hardware.load("cpu")
 #: Transfers so slow that gathers want to start long before their uses.
@@ -67,7 +67,7 @@ def bucketed(recording: Recording, graph: str) -> GraphModule:
 
 
 def posed(recording: Recording, gm: GraphModule, profile: Hardware = CPU) -> Posed:
-    return pose(gm.graph, recording.buckets, Policy(), profile)
+    return pose_problem(gm.graph, recording.buckets, StatePolicy(), profile)
 
 
 def offloaded(residence: Residence):
@@ -139,8 +139,10 @@ def test_reductions_are_those_of_the_graph_in_its_order() -> None:
 def test_a_policy_changes_what_reductions_move_and_hold() -> None:
     recording = mlp(2, "planned")
     graph = bucketed(recording, BACKWARD).graph
-    half = pose(graph, recording.buckets, Policy(reduce_dtype="bfloat16"), CPU).reductions
-    in_place = pose(graph, recording.buckets, Policy(Stage.OPTIMIZER), CPU).reductions
+    half = pose_problem(
+        graph, recording.buckets, StatePolicy(reduce_dtype="bfloat16"), CPU
+    ).reductions
+    in_place = pose_problem(graph, recording.buckets, StatePolicy(Stage.OPTIMIZER), CPU).reductions
     for reduction in half:
         assert reduction.moved == 2 * recording.buckets[reduction.bucket].padded
         assert reduction.bytes == 2 * reduction.moved
@@ -200,7 +202,7 @@ def test_a_bucket_is_used_from_its_first_kernel_to_its_last() -> None:
     gm = traced(function, *(torch.randn(4, 4) for _ in range(3)))
     buckets, places = lay_out(gm, bucket_bytes=1)
     gm = pipeline.run(pipeline.bucket(buckets, places), gm)
-    found = pose(gm.graph, buckets, Policy(), CPU)
+    found = pose_problem(gm.graph, buckets, StatePolicy(), CPU)
     assert [(g.bucket, g.first, g.last) for g in found.gathers] == [(0, 0, 2), (1, 1, 1)]
     assert found.anchors == ("", "mm_1", "mm_2")
 
@@ -213,7 +215,7 @@ def test_a_bucket_that_is_gathered_again_may_not_start_before_its_release() -> N
     gm = traced(function, *(torch.randn(8, 8) for _ in range(3)))
     buckets, places = lay_out(gm, bucket_bytes=1)
     gm = pipeline.run(pipeline.bucket(buckets, places, reuse_distance=0), gm)
-    found = pose(gm.graph, buckets, Policy(), CPU)
+    found = pose_problem(gm.graph, buckets, StatePolicy(), CPU)
     uses = [(g.bucket, g.first, g.last, g.earliest) for g in found.gathers]
     assert uses == [(0, 0, 0, 0), (1, 1, 1, 0), (0, 2, 2, 1)]
 
@@ -237,7 +239,7 @@ def test_reduced_gradients_pile_up_in_backward() -> None:
 
 def test_a_graph_without_kernels_has_one_unit() -> None:
     gm = traced(lambda x: x + 1, torch.randn(4))
-    found = pose(gm.graph, [], Policy(), CPU)
+    found = pose_problem(gm.graph, [], StatePolicy(), CPU)
     assert (found.anchors, len(found.compute), found.gathers) == (("",), 1, ())
     assert plan_graph(found, Limits()) == GraphSchedule()
 
@@ -328,7 +330,7 @@ def legal(found: Scheduled) -> None:
     for reduction, wait in zip(problem.reductions, schedule.reduce_waits, strict=True):
         assert reduction.ready < wait <= len(problem.compute)
     program = found.program("graph0", 2)
-    prove(program)
+    prove_order(program)
     timeline = simulate(program)
     assert timeline.exposed == pytest.approx(exposed_seconds(problem, schedule))
     phases = {e.name: e.phase for e in timeline.events}
@@ -384,8 +386,8 @@ def test_elementwise_work_holds_its_bucket_until_the_kernel_that_it_is_fused_int
     gm = traced(function, torch.randn(4, 4), torch.randn(4, 4), torch.randn(4), torch.randn(4, 4))
     buckets, places = lay_out(gm, bucket_bytes=1)
     gm = pipeline.run(pipeline.bucket(buckets, places), gm)
-    before = pose(gm.graph, buckets, Policy(), CPU)
+    before = pose_problem(gm.graph, buckets, StatePolicy(), CPU)
     gm = pipeline.run(pipeline.schedule("on_demand"), gm)
-    assert pose(gm.graph, buckets, Policy(), CPU) == before
+    assert pose_problem(gm.graph, buckets, StatePolicy(), CPU) == before
     uses = [(g.bucket, g.first, g.last) for g in before.gathers]
     assert uses == [(0, 0, 0), (1, 1, 1), (2, 1, 1)]

@@ -12,8 +12,8 @@ from zero_compile.scheduler.evaluate import evaluate, exposed_seconds, held_byte
 from zero_compile.scheduler.feed_reads import solve_fed
 from zero_compile.scheduler.problem import Gather, Problem, Reduce, Schedule
 from zero_compile.scheduler.solve_starts import solve
-from zero_compile.simulator.build_program import lay_down
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.build_program import build_program
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.simulate import exposed_by_channel, overlap_efficiency, simulate
 from zero_runtime.errors import PlanError
 from zero_runtime.ir.plan import Channel
@@ -44,7 +44,7 @@ def test_the_simulation_equals_the_evaluation(seed):
     if found is None:
         return
     problem, schedule = found
-    timeline = simulate(lay_down(problem, schedule, "x"))
+    timeline = simulate(build_program(problem, schedule, "x"))
     times = evaluate(problem, schedule)
     by_kind = {kind: [] for kind in ("node", "all_gather", "reduce_scatter", "wait", "late_wait")}
     for event in timeline.events:
@@ -65,7 +65,7 @@ def test_the_memory_simulated_at_each_node_is_the_evaluated(seed):
     if found is None or not all(found[0].compute):
         return
     problem, schedule = found
-    timeline = simulate(lay_down(problem, schedule, "x"))
+    timeline = simulate(build_program(problem, schedule, "x"))
     at_nodes = [held_at(timeline, f"forward.node.{k}") for k in range(len(problem.compute))]
     assert at_nodes == held_bytes(problem, schedule)
     assert timeline.memory[-1].total == 0
@@ -78,7 +78,7 @@ def test_the_memory_simulated_at_each_node_is_the_evaluated(seed):
 def test_every_solved_problem_is_proved(seed):
     found = solved(seed)
     if found is not None:
-        prove(lay_down(*found, "x"))
+        prove_order(build_program(*found, "x"))
 
 
 # ------------------------------------------------------------------------------ off the device
@@ -91,7 +91,7 @@ def test_the_simulation_of_shards_equals_the_evaluation(seed):
     if found is None:
         return
     problem, schedule = found
-    timeline, times = simulate(lay_down(problem, schedule, "x")), evaluate(problem, schedule)
+    timeline, times = simulate(build_program(problem, schedule, "x")), evaluate(problem, schedule)
     spans = {e.name.removeprefix("forward."): (e.start, e.end) for e in timeline.events}
     for i in range(len(problem.gathers)):
         assert spans[f"all_gather.{i}"] == (times.gather_begins[i], times.gather_ends[i])
@@ -119,7 +119,7 @@ def test_the_memory_of_shards_is_the_evaluated_and_within_the_limit(seed):
     if found is None or not all(found[0].compute):
         return
     problem, schedule = found
-    timeline, times = simulate(lay_down(problem, schedule, "x")), evaluate(problem, schedule)
+    timeline, times = simulate(build_program(problem, schedule, "x")), evaluate(problem, schedule)
     for k, held in enumerate(held_bytes(problem, schedule)):
         leaving = sum(
             problem.reductions[j].shard
@@ -137,7 +137,7 @@ def test_the_memory_of_shards_is_the_evaluated_and_within_the_limit(seed):
 def test_programs_that_bring_shards_are_proved(seed):
     found = fed(seed)
     if found is not None:
-        prove(lay_down(*found, "x"))
+        prove_order(build_program(*found, "x"))
 
 
 def test_bytes_and_exposed_time_of_each_channel():
@@ -145,7 +145,7 @@ def test_bytes_and_exposed_time_of_each_channel():
     gathers = tuple(Gather(k, 0.25, 8, k, k, 0, 0.125, 0.5, 4) for k in range(2))
     reductions = tuple(Reduce(k, 0.5, 16, k, 8, evict=0.25, shard=4) for k in (0, 1))
     problem = Problem((1.0, 1.0), (0, 0), gathers, reductions)
-    program = lay_down(problem, solve_fed(problem), "x", world_size=2)
+    program = build_program(problem, solve_fed(problem), "x", world_size=2)
     timeline = simulate(program)
     moved = {
         channel: sum(e.bytes for e in timeline.events if e.channel is channel)
@@ -172,7 +172,7 @@ def test_bytes_and_exposed_time_of_each_channel():
 def test_operations_that_bring_a_shard_in_issue_order():
     gathers = (Gather(7, 0.5, 8, 1, 2, 0, 0.25, 0.5, 4),)
     problem = Problem((1.0,) * 3, (0,) * 3, gathers)
-    program = lay_down(problem, Schedule((1,), (), (0,), (0,)), "x", nodes=("a", "b", "c"))
+    program = build_program(problem, Schedule((1,), (), (0,), (0,)), "x", nodes=("a", "b", "c"))
     assert [(op.name, op.channel, op.after, op.node) for op in program.ops] == [
         ("forward.read.0", Channel.NVME_READ, (), "b"),
         ("forward.fetch.0", Channel.HOST_TO_DEVICE, ("forward.read.0",), "b"),
@@ -189,14 +189,14 @@ def test_operations_that_bring_a_shard_in_issue_order():
 def test_a_shard_is_copied_into_its_bucket_unless_it_is_the_bucket(in_place, heights):
     gather = Gather(0, 0.0, 8, 1, 1, 0, 0.25, 0.0, 8 if in_place else 4, in_place)
     problem = Problem((1.0, 1.0), (0, 0), (gather,))
-    timeline = simulate(lay_down(problem, Schedule((1,), (), (0,)), "x"))
+    timeline = simulate(build_program(problem, Schedule((1,), (), (0,)), "x"))
     assert tuple(s.total for s in timeline.memory if s.total) == heights
 
 
 @pytest.mark.parametrize(("limit", "exposed"), [(None, 0.4), (4 << 20, 24 * 0.4)])
 def test_a_chain(limit, exposed):
     problem = chain(24, limit)
-    program = lay_down(problem, solve(problem), "chain", world_size=8)
+    program = build_program(problem, solve(problem), "chain", world_size=8)
     timeline = simulate(program)
     assert timeline.exposed == exposed_seconds(problem, solve(problem)) == pytest.approx(exposed)
     assert exposed_by_channel(program, timeline) == {Channel.ALL_GATHER: pytest.approx(exposed)}
@@ -208,7 +208,7 @@ def test_operations_in_issue_order():
     problem = Problem(
         (1.0,) * 3, (10, 30, 20), (Gather(0, 0.5, 8, 1, 2),), (Reduce(0, 1.0, 4, 0),), limit=100
     )
-    program = lay_down(problem, Schedule((0,), (2,)), "x", "backward", nodes=("a", "b", "c"))
+    program = build_program(problem, Schedule((0,), (2,)), "x", "backward", nodes=("a", "b", "c"))
     assert [(op.name, op.node) for op in program.ops] == [
         ("backward.all_gather.0", "b"),
         ("backward.node.0", "a"),
@@ -222,7 +222,7 @@ def test_operations_in_issue_order():
 
 def test_live_memory_becomes_buffers_of_what_changes():
     problem = Problem((1.0,) * 4, (10, 30, 5, 20), ())
-    ops = lay_down(problem, Schedule((), ()), "x").ops
+    ops = build_program(problem, Schedule((), ()), "x").ops
     taken = [[(b.bytes, b.category) for b in op.takes] for op in ops]
     activations = Category.ACTIVATIONS
     assert taken == [

@@ -9,9 +9,9 @@ from test_solve_starts import large
 from offloaded import layers
 from zero_compile.scheduler.feed_reads import solve_fed
 from zero_compile.scheduler.solve_starts import solve
-from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.build_program import build_program
 from zero_compile.simulator.program import Buffer, Op, Program
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.simulate import simulate
 from zero_runtime.errors import PlanError
 from zero_runtime.ir.timeline import Category
@@ -31,7 +31,7 @@ def reader(name: str = "a", *after: str, **fields) -> Op:
 
 def faults(*ops: Op) -> list[str]:
     with pytest.raises(PlanError) as error:
-        prove(program(*ops))
+        prove_order(program(*ops))
     first, *rest = str(error.value).splitlines()
     assert first.startswith("program x has ")
     return [line.strip() for line in rest]
@@ -41,15 +41,15 @@ def faults(*ops: Op) -> list[str]:
 
 
 def test_a_gather_waited_for_is_sound():
-    prove(program(gather(), reader("a", "g")))
+    prove_order(program(gather(), reader("a", "g")))
 
 
 def test_a_wait_serves_those_behind_it():
-    prove(program(gather(), op("a", COMPUTE, 1.0, "g"), reader("b")))
+    prove_order(program(gather(), op("a", COMPUTE, 1.0, "g"), reader("b")))
 
 
 def test_a_transfer_follows_compute_issued_earlier():
-    prove(
+    prove_order(
         program(
             op("a", COMPUTE, 1.0, **takes("x"), writes=("x",)),
             op("r", REDUCE, 1.0, reads=("x",), frees=("x",)),
@@ -58,7 +58,7 @@ def test_a_transfer_follows_compute_issued_earlier():
 
 
 def test_transfers_may_nest():
-    prove(
+    prove_order(
         program(
             op("read", READ, 1.0, **takes("host"), writes=("host",)),
             op("up", UPLOAD, 1.0, "read", **takes("part"), reads=("host",), writes=("part",)),
@@ -69,7 +69,7 @@ def test_transfers_may_nest():
 
 
 def test_nothing_is_sound():
-    prove(Program("x", 1, ()))
+    prove_order(Program("x", 1, ()))
 
 
 # ------------------------------------------------------------------------------ each fault
@@ -198,17 +198,17 @@ def test_all_faults_are_listed_up_to_a_number():
 @pytest.mark.parametrize("contended", [False, True])
 def test_a_large_program_is_proved_quickly(contended):
     problem = large(9_000, contended)
-    laid = lay_down(problem, solve(problem), "x")
+    laid = build_program(problem, solve(problem), "x")
     begin = time.perf_counter()
-    prove(laid)
+    prove_order(laid)
     assert time.perf_counter() - begin < 20
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_dropping_any_wait_from_a_sound_program_is_found(offload):
     problem = layers(12, read=0.5, slots=2) if offload else large(60, contended=True)
-    laid = lay_down(problem, solve_fed(problem), "x")
-    prove(laid)
+    laid = build_program(problem, solve_fed(problem), "x")
+    prove_order(laid)
     waiting = [i for i, found in enumerate(laid.ops) if found.after]
     assert len(waiting) > 8
     for i in waiting:
@@ -222,4 +222,4 @@ def test_dropping_any_wait_from_a_sound_program_is_found(offload):
             frees=laid.ops[i].frees,
         )
         with pytest.raises(PlanError, match=r"may not have written yet|may still use it"):
-            prove(Program("x", 1, (*laid.ops[:i], eager, *laid.ops[i + 1 :])))
+            prove_order(Program("x", 1, (*laid.ops[:i], eager, *laid.ops[i + 1 :])))

@@ -6,7 +6,7 @@ import pytest
 from test_solve_starts import large
 
 from zero_compile.scheduler.solve_starts import solve
-from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.build_program import build_program
 from zero_compile.simulator.program import Buffer, Op, Program
 from zero_compile.simulator.simulate import (
     exposed_by_channel,
@@ -166,7 +166,7 @@ def test_freeing_what_is_not_taken_is_refused():
 
 def test_a_large_program_is_simulated_quickly():
     problem = large(36_000, contended=False)
-    laid = lay_down(problem, solve(problem), "x")
+    laid = build_program(problem, solve(problem), "x")
     begin = time.perf_counter()
     simulate(laid)
     assert time.perf_counter() - begin < 20

@@ -154,7 +154,7 @@ _OF_THE_SCHEDULE: dict[Any, Kind] = {
     ops.recall_start: Kind.SCHEDULE,
     ops.reload_start: Kind.SCHEDULE,
     ops.assemble: Kind.SCHEDULE,
-    ops.channel: Kind.SCHEDULE,
+    ops.token: Kind.SCHEDULE,
 }
 
 

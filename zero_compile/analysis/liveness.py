@@ -28,7 +28,7 @@ from zero_compile.analysis.fusion import Fusion, Index, Kind, nbytes
 from zero_compile.analysis.fx_graph import bucket_number, positions, reloads
 from zero_compile.analysis.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Policy, Stage, dtype_of, reduced_numel
+from zero_runtime.ir.plan import BucketPlan, Stage, StatePolicy, dtype_of, reduced_numel
 from zero_runtime.ir.timeline import Category
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -107,7 +107,7 @@ class Liveness:
     def of(
         graph: Graph,
         buckets: Sequence[BucketPlan] = (),
-        policy: Policy | None = None,
+        policy: StatePolicy | None = None,
         kept: Set[int] = frozenset(),
     ) -> "Liveness":
         """The liveness of a forward, backward or inference graph, before or after the lowering passes.
@@ -119,7 +119,7 @@ class Liveness:
         for the others' parts).
         """
         index = Index.of(graph)
-        builder = _Builder(index, Fusion.of(index), buckets, policy or Policy(), kept)
+        builder = _Builder(index, Fusion.of(index), buckets, policy or StatePolicy(), kept)
         found = sorted(builder.storages(), key=lambda s: (s.defined, s.last))
         names = tuple(node.name for node in index.nodes)
         reused = keep_for_reuse(found, builder.takers(), builder.executed(), index.sizes)
@@ -208,7 +208,7 @@ class _Builder:
         index: Index,
         fusion: Fusion,
         buckets: Sequence[BucketPlan],
-        policy: Policy,
+        policy: StatePolicy,
         kept: Set[int],
     ) -> None:
         self._index = index
@@ -528,7 +528,7 @@ def _step(forward: Liveness, backward: Liveness, joint: Seam) -> Liveness:
     saved = {name for name, _ in joint.saved}
     taken = {s.name: s for s in backward.storages}
     storages = [
-        _carried(s, [taken[v] for v in s.values if v in saved], offset, end)
+        _gather_cache(s, [taken[v] for v in s.values if v in saved], offset, end)
         for s in forward.storages
     ]
     backward_inputs = {name for _, name in joint.saved}
@@ -545,7 +545,7 @@ def _step(forward: Liveness, backward: Liveness, joint: Seam) -> Liveness:
     return Liveness(names, tuple(storages), dependencies, {**forward.sizes, **backward.sizes})
 
 
-def _carried(storage: Storage, taken: Sequence[Storage], offset: int, end: int) -> Storage:
+def _gather_cache(storage: Storage, taken: Sequence[Storage], offset: int, end: int) -> Storage:
     """Forward's storage in a step, given those of backward's inputs that lie in it."""
     values = tuple(f"forward/{v}" for v in storage.values)
     if storage.origin is Origin.ARGUMENT or (storage.output and not taken):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zero_runtime.errors import OptionError
-from zero_runtime.ir.plan import Policy, Residence, Stage, Tier, dtype_of
+from zero_runtime.ir.plan import Residence, Stage, StatePolicy, Tier, dtype_of
 
 
 class Held(NamedTuple):
@@ -35,7 +35,7 @@ class Resident(NamedTuple):
 STATE_BYTES = 8
 
 
-def resident(parameters: Iterable[Held], policy: Policy, world_size: int) -> Resident:
+def resident(parameters: Iterable[Held], policy: StatePolicy, world_size: int) -> Resident:
     """What one of ``world_size`` ranks keeps (Rajbhandari et al., ZeRO, 2020, table 1).
 
     With Adam and 16-bit parameters under float32 masters: 2 + 2 + 12 bytes a parameter, of which
@@ -72,7 +72,7 @@ def _on_device(residence: Residence, stage: Stage) -> _OnDevice:
     return _OnDevice(parameters, optimizer or stage is Stage.OPTIMIZER, optimizer)
 
 
-def _state(p: Held, policy: Policy) -> int:
+def _state(p: Held, policy: StatePolicy) -> int:
     """Optimizers keep their state in the dtype of what they step on."""
     itemsize = dtype_of(p.dtype).itemsize
     master = 4 if policy.master_weights and itemsize == 2 else 0

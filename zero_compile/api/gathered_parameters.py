@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import nn
 
-from zero_runtime.eager.unshard import Holding
+from zero_runtime.eager.unshard import Unsharded
 from zero_runtime.errors import OptionError
 
 Parameters = nn.Parameter | nn.Module | Iterable[Any]
@@ -41,10 +41,10 @@ class GatheredParameters:
         _check(modifier_rank, fwd_module)
         self._parameters = _flat(params) if enabled else []
         self._source = modifier_rank
-        self._open: list[Holding] = []
+        self._open: list[Unsharded] = []
 
     def __enter__(self) -> Self:
-        holding = Holding(self._parameters, self._source)
+        holding = Unsharded(self._parameters, self._source)
         holding.open()
         self._open.append(holding)
         return self

@@ -20,14 +20,14 @@ from zero_compile.capture.captured_graph import Capture
 from zero_compile.config.options import Options, parse
 from zero_compile.lowering import Lowering
 from zero_compile.simulator.program import Program
-from zero_compile.simulator.prove_order import prove
+from zero_compile.simulator.prove_order import prove_order
 from zero_compile.simulator.read_back import Scheduled
 from zero_compile.simulator.simulate import simulate
 from zero_runtime import compat
 from zero_runtime.comm.transports import Group
 from zero_runtime.errors import OptionError, ZeroError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import Channel, Plan, Policy, Stage
+from zero_runtime.ir.plan import Channel, Plan, Stage, StatePolicy
 from zero_runtime.ir.timeline import Category, Event, Timeline
 
 #: Makes the model and its example inputs (positional, by name), called where tensors are fake.
@@ -67,7 +67,7 @@ class Preview:
     stage: Stage
     parameters: int
     resident: Resident
-    policy: Policy
+    policy: StatePolicy
     offload: Offload
     graphs: tuple[GraphPreview, ...]
 
@@ -143,7 +143,7 @@ def _graph(lowering: Lowering, world_size: int, checked: bool) -> GraphPreview:
     )
     program = scheduled.program(lowering.name, world_size, resident)
     if checked:
-        prove(program)
+        prove_order(program)
     timeline = _readable(simulate(program), lowering.name, next(iter(lowering.plans.values())))
     code = {str(phase): str(gm.graph) for phase, gm in lowering.graphs.items()}
     return GraphPreview(

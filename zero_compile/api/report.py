@@ -9,7 +9,7 @@ from torch import nn
 from zero_runtime.errors import ZeroError
 from zero_runtime.ir.plan import Plan, Tier
 from zero_runtime.ir.timeline import Timeline
-from zero_runtime.offload.tiered_tensor import Shelf
+from zero_runtime.offload.tiered_tensor import TieredTensor
 from zero_runtime.recorder import Recorder
 from zero_runtime.session import Session, session_of
 from zero_runtime.sharding.sharded_gradient import ShardedGradient, SpentGradient
@@ -80,7 +80,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     owners = sessions(model)
     parameters = list(model.parameters())
     buckets = [bucket for session in owners for bucket in session.buckets]
-    weights, masters = zip(*(bucket.shelves for bucket in buckets), strict=True)
+    weights, masters = zip(*(bucket.tiered_tensors for bucket in buckets), strict=True)
     states = _Sides.of(_states(parameters, optimizer))
     gradients = _Sides.of(_gradients(parameters))
     gathered = [session.gathered_bytes() for session in owners]
@@ -94,7 +94,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         host=storage_bytes(
             [*gradients.host, *states.host, *_held((*weights, *masters), here=False)]
         ),
-        nvme=sum(depot.swapped_bytes for session in owners for depot in session.depots),
+        nvme=sum(
+            memory_tiers.swapped_bytes for session in owners for memory_tiers in session.all_memory_tiers
+        ),
     )
 
 
@@ -110,12 +112,12 @@ class _Sides(NamedTuple):
         return _Sides([t for t, off in pairs if not off], [t for t, off in pairs if off])
 
 
-def _held(shelves: Iterable[Shelf], *, here: bool) -> list[torch.Tensor]:
+def _held(tiered_tensors: Iterable[TieredTensor], *, here: bool) -> list[torch.Tensor]:
     """What shelves have in memory: on the device, or (``here`` off) on the host."""
     return [
-        shelf.held
-        for shelf in shelves
-        if shelf.held is not None and (shelf.tier is Tier.DEVICE) is here
+        tiered_tensor.held
+        for tiered_tensor in tiered_tensors
+        if tiered_tensor.held is not None and (tiered_tensor.tier is Tier.DEVICE) is here
     ]
 
 

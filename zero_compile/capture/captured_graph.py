@@ -34,7 +34,7 @@ from zero_runtime.eager.open_session import open_session
 from zero_runtime.errors import OptionError, PlanError, UnsupportedError
 from zero_runtime.ir import ops
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import BucketPlan, Policy, Stage, TiledPlan, dtype_name
+from zero_runtime.ir.plan import BucketPlan, Stage, StatePolicy, TiledPlan, dtype_name
 from zero_runtime.ir.strides import dense_stride
 from zero_runtime.optim.step_hooks import HOOKS
 from zero_runtime.session import Session, session_of
@@ -88,7 +88,7 @@ class Capture:
         }
         root = find_root(list(found.values()))
         if not found and (root is None or not any(True for _ in root.parameters())):
-            return Capture(open_session(ALONE, lay_out_rest, Policy()), {}, [], "")
+            return Capture(open_session(ALONE, lay_out_rest, StatePolicy()), {}, [], "")
         named = (
             {id(p): name for name, p in parameter_names(root).items()} if root is not None else {}
         )
@@ -309,13 +309,17 @@ def build_session(options: Options) -> Session:
     return session
 
 
-def _refuse_another_way(session: Session, policy: Policy, group: Group, offload: Offload) -> None:
+def _refuse_another_way(
+    session: Session, policy: StatePolicy, group: Group, offload: Offload
+) -> None:
     difference = next(_differences(session, policy, group, offload), None)
     if difference is not None:
         raise UnsupportedError(difference)
 
 
-def _differences(session: Session, policy: Policy, group: Group, offload: Offload) -> Iterator[str]:
+def _differences(
+    session: Session, policy: StatePolicy, group: Group, offload: Offload
+) -> Iterator[str]:
     """Why the session does not partition in this way, a sentence each."""
     known = session.policy
     if known.stage is not policy.stage:
@@ -352,8 +356,8 @@ def _ranks(group: Group) -> str:
     return f"sharded over {shards}" + (f", replicated over {replicas}" if replicas else "")
 
 
-def _policy(options: Options, stage: Stage) -> Policy:
-    return Policy(stage, options.bf16 or options.fp16, options.reduce_dtype)
+def _policy(options: Options, stage: Stage) -> StatePolicy:
+    return StatePolicy(stage, options.bf16 or options.fp16, options.reduce_dtype)
 
 
 def _group(options: Options) -> Group:

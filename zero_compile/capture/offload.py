@@ -10,7 +10,7 @@ from zero_compile.config.sections import Section, folders_of
 from zero_compile.scheduler.placement import Budgets, Wish, place
 from zero_runtime.errors import OptionError, SwapError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import Policy, Stage
+from zero_runtime.ir.plan import Stage, StatePolicy
 from zero_runtime.offload.scratch import open_scratch
 
 
@@ -97,7 +97,9 @@ def folders_for(options: Options) -> tuple[str, ...]:
     return tuple(dict.fromkeys(named))
 
 
-def offload_of(options: Options, held: Iterable[Held], policy: Policy, world_size: int) -> Offload:
+def offload_of(
+    options: Options, held: Iterable[Held], policy: StatePolicy, world_size: int
+) -> Offload:
     """Where a model with the parameters ``held`` keeps its state, as the options say or as it fits.
 
     Raises:

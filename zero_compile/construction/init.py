@@ -144,7 +144,7 @@ class Init:
         if kind is None:
             self._sweep()
         assert self._session is not None
-        self._session.lent.settle()
+        self._session.gathered_views.settle()
         self._modules.clear()
 
     @property
@@ -186,7 +186,7 @@ class Init:
         self._session = build_session(self._options)
         for name, parameter in parameter_names(module).items():
             self._take(name, parameter)
-        self._session.lent.settle()
+        self._session.gathered_views.settle()
 
 
 def _checked(dtype: torch.dtype | None) -> torch.dtype | None:

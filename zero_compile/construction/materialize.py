@@ -86,7 +86,7 @@ def materialize(
     with torch.no_grad():
         fresh = _give_memory(session, held, there)
         _initialise(model, held, fresh, init, stored)
-        session.lent.settle()
+        session.gathered_views.settle()
         loaded = {_load(session, each, stored) for each in _sources(held, stored)}
         _refuse_empty(session, held, fresh, loaded)
     construction_of(session).rename(parameter_names(model))
@@ -283,7 +283,7 @@ def _load(session: Session, held: _Held, stored: Mapping[str, Stored]) -> int:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         source.read_into(whole.view(-1))
         tensor.copy_(whole)
-        session.lent.settle()
+        session.gathered_views.settle()
     return id(tensor)
 
 
@@ -293,7 +293,7 @@ def _row_major(tensor: torch.Tensor) -> bool:
 
 
 def _refuse_empty(session: Session, held: list[_Held], fresh: _Fresh, loaded: set[int]) -> None:
-    session.lent.settle()
+    session.gathered_views.settle()
     empty = [
         each.name
         for each in held

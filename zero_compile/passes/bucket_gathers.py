@@ -1,6 +1,6 @@
 """Gathers become one collective a bucket; each parameter is a view of the bucket's buffer.
 
-    full = all_gather_wait(all_gather_start(channel, bucket))
+    full = all_gather_wait(all_gather_start(token, bucket))
     weight = as_strided(full, shape, stride, offset)
 
 Everything stands at the bucket's first use; where it starts is the schedule's affair.
@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import calls, parameter_number, positions
-from zero_compile.passes.insert import channel_of, insert_call, keep_what_escapes
+from zero_compile.passes.insert import insert_call, keep_what_escapes, token_of
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import BucketPlan
 
@@ -39,11 +39,11 @@ def _gather_bucket(
     gathers: Sequence[Node],
     places: Mapping[int, tuple[int, int]],
 ) -> None:
-    channel = channel_of(graph)
+    token = token_of(graph)
     dtype, device = gathers[0].meta["val"].dtype, torch.device(bucket.device)
-    ticket = insert_call(graph, ops.all_gather_start, channel, number, dtype)
+    ticket = insert_call(graph, ops.all_gather_start, token, number, dtype)
     full = insert_call(
-        graph, ops.all_gather_wait, ticket, channel, number, bucket.padded, dtype, device
+        graph, ops.all_gather_wait, ticket, token, number, bucket.padded, dtype, device
     )
     for gather in gathers:
         slot = bucket.slots[places[parameter_number(gather)][1]]

@@ -1,6 +1,6 @@
 """Reductions become one collective a bucket, started once its last gradient is there.
 
-    flat = reduce_scatter_wait(reduce_scatter_start([gradients], channel, bucket, [slots]))
+    flat = reduce_scatter_wait(reduce_scatter_start([gradients], token, bucket, [slots]))
 
 ``flat`` is this rank's chunk; the executor cuts each parameter's part out of it. The tiles of one
 parameter, each reduced alone, are its gradient again once all of them are there:
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import bucket_number, calls, parameter_number, positions
-from zero_compile.passes.insert import channel_of, insert_call
+from zero_compile.passes.insert import insert_call, token_of
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import BucketPlan, Stage, reduced_numel
 
@@ -29,7 +29,7 @@ def bucket_reductions(
     """``places`` maps parameter numbers to (bucket, slot). Afterwards no ``zero3.reduce`` is left."""
     together = _together(calls(gm.graph, ops.reduce), places)
     if together:
-        channel_of(gm.graph)  # before positions are taken
+        token_of(gm.graph)  # before positions are taken
     order = positions(gm.graph)
     for bucket, reduces in together:
         _reduce_bucket(gm.graph, bucket, buckets[bucket], reduces, places, stage, order)
@@ -65,7 +65,7 @@ def _assemble(graph: Graph, join: Node, buckets: Sequence[BucketPlan]) -> None:
             graph,
             ops.assemble,
             parts,
-            channel_of(graph),
+            token_of(graph),
             tiles,
             sum(buckets[tile].chunk for tile in tiles),
             first.torch_dtype,
@@ -84,20 +84,20 @@ def _reduce_bucket(
     stage: Stage,
     order: Mapping[Node, int],
 ) -> None:
-    channel = channel_of(graph)
+    token = token_of(graph)
     gradients = [reduce.all_input_nodes[0] for reduce in reduces]
     # Autograd puts the reductions themselves last; a gradient may be an input, before the channel.
-    last = max([channel, *gradients], key=order.__getitem__)
+    last = max([token, *gradients], key=order.__getitem__)
     slots = [places[parameter_number(reduce)][1] for reduce in reduces]
     device = torch.device(bucket.device)
     with graph.inserting_after(last):
-        ticket = insert_call(graph, ops.reduce_scatter_start, gradients, channel, number, slots)
+        ticket = insert_call(graph, ops.reduce_scatter_start, gradients, token, number, slots)
     with graph.inserting_after(ticket):
         flat = insert_call(
             graph,
             ops.reduce_scatter_wait,
             ticket,
-            channel,
+            token,
             number,
             reduced_numel(bucket, stage),
             bucket.torch_dtype,

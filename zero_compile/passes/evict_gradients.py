@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from zero_compile.analysis.fx_graph import bucket_number, calls, output_node
 from zero_compile.analysis.tiers import is_evicted
-from zero_compile.passes.insert import channel_of, insert_call
+from zero_compile.passes.insert import insert_call, token_of
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import BucketPlan, Stage
 
@@ -29,9 +29,7 @@ def evict_gradients(
     for wait in calls(graph, ops.reduce_scatter_wait):
         if bucket_number(wait) in leaving:
             with graph.inserting_after(wait):
-                evicted = insert_call(
-                    graph, ops.evict, wait, channel_of(graph), bucket_number(wait)
-                )
+                evicted = insert_call(graph, ops.evict, wait, token_of(graph), bucket_number(wait))
             output_node(graph).replace_input_with(wait, evicted)
             for user in [user for user in wait.users if user.target is ops.assemble]:
                 _assemble_on_host(user, wait)

@@ -50,9 +50,9 @@ def erase_unread(node: Node) -> None:
             erase_unread(source)
 
 
-def channel_of(graph: Graph) -> Node:
-    """The graph's channel: the tensor whose mutation keeps the schedule's nodes in order."""
-    existing = calls(graph, ops.channel)
+def token_of(graph: Graph) -> Node:
+    """The graph's token: the tensor whose mutation keeps the schedule's nodes in order."""
+    existing = calls(graph, ops.token)
     if existing:
         return existing[0]
     inputs = list(graph.find_nodes(op="placeholder"))
@@ -60,15 +60,15 @@ def channel_of(graph: Graph) -> Node:
         next(n for n in graph.nodes if n.op != "placeholder") if inputs else next(iter(graph.nodes))
     )
     with graph.inserting_before(first):
-        return insert_call(graph, ops.channel)
+        return insert_call(graph, ops.token)
 
 
 def node_at(graph: Graph, name: str | None) -> Node:
-    """The node that a schedule's name means: "" is the first one behind the channel, None the output."""
+    """The node that a schedule's name means: "" is the first one behind the token, None the output."""
     if name is None:
         return output_node(graph)
     if not name:
-        return channel_of(graph).next
+        return token_of(graph).next
     named: Node = next(node for node in graph.nodes if node.name == name)
     return named
 

@@ -1,8 +1,8 @@
 """Shards that lie on the host or on NVMe are brought to the device before their bucket is gathered.
 
-    zero3.read_start(channel, bucket)      NVMe to the host
-    zero3.fetch_start(channel, bucket)     the host to the device
-    all_gather_start(channel, bucket, ...)
+    zero3.read_start(token, bucket)      NVMe to the host
+    zero3.fetch_start(token, bucket)     the host to the device
+    all_gather_start(token, bucket, ...)
 
 All three only start something. A planner says where; without one, a shard is fetched one bucket
 further ahead than it is gathered, and read two further ahead. A read waits for a staging slot: the
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import bucket_number, calls, is_view, output_node
 from zero_compile.analysis.tiers import is_fetched, is_read
-from zero_compile.passes.insert import channel_of, insert_call
+from zero_compile.passes.insert import insert_call, token_of
 from zero_compile.scheduler.decide_schedule import Departure, GraphSchedule
 from zero_compile.scheduler.problem import STAGING_SLOTS
 from zero_runtime.ir import ops
@@ -141,7 +141,7 @@ def _place(graph: Graph, name: str | None, places: Mapping[str, Node]) -> Node:
         return output_node(graph)
     if name:
         return places[name]
-    node = channel_of(graph).next
+    node = token_of(graph).next
     while node.target is ops.all_gather_start:
         node = node.next
     return node
@@ -214,4 +214,4 @@ class _Inserter:
 
     def _insert(self, target: Any, shard: _Shard, node: Node) -> None:
         with self._graph.inserting_before(node):
-            insert_call(self._graph, target, channel_of(self._graph), shard.bucket)
+            insert_call(self._graph, target, token_of(self._graph), shard.bucket)

@@ -1,8 +1,8 @@
 """Saved tensors leave the device in forward: autograd gets what stands for them instead.
 
-    away = zero3.offload_start(saved, channel, number, stride, nvme)
+    away = zero3.offload_start(saved, token, number, stride, nvme)
     ...
-    zero3.offload_wait(saved, channel, number)
+    zero3.offload_wait(saved, token, number)
 
 ``away`` takes the place of ``saved`` among the graph's outputs, so how long it is kept, and for how
 many backwards, is autograd's affair. The other half of the contract is the pass
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import is_view, last_touches, output_node, positions, readers
-from zero_compile.passes.insert import channel_of, insert_call, node_at
+from zero_compile.passes.insert import insert_call, node_at, token_of
 from zero_compile.scheduler.activations import Move
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import Tier
@@ -29,7 +29,7 @@ def offload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModul
     """
     graph = gm.graph
     nodes = {node.name: node for node in graph.nodes}
-    channel_of(graph)  # before positions are taken
+    token_of(graph)  # before positions are taken
     leaving = [_Leaving.of(graph, nodes[move.name]) for move in moves]
     order = positions(graph)
     starts = []
@@ -40,7 +40,7 @@ def offload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModul
     for number, (move, one, start) in enumerate(zip(moves, leaving, starts, strict=True)):
         after = max(one.read, start, key=order.__getitem__)
         with graph.inserting_before(_place(graph, move.wait, after, order)):
-            wait = graph.call_function(ops.offload_wait, (one.saved, channel_of(graph), number))
+            wait = graph.call_function(ops.offload_wait, (one.saved, token_of(graph), number))
         wait.meta["val"] = None
     graph.lint()
     return gm
@@ -68,7 +68,7 @@ class _Leaving:
 
 def _start(graph: Graph, number: int, saved: Node, nvme: bool) -> Node:
     stride = list(saved.meta["val"].stride())
-    away = insert_call(graph, ops.offload_start, saved, channel_of(graph), number, stride, nvme)
+    away = insert_call(graph, ops.offload_start, saved, token_of(graph), number, stride, nvme)
     output_node(graph).replace_input_with(saved, away)
     return away
 

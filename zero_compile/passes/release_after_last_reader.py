@@ -3,7 +3,7 @@
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import calls, last_touches, output_node, positions, readers
-from zero_compile.passes.insert import channel_of
+from zero_compile.passes.insert import token_of
 from zero_runtime.ir import ops
 
 
@@ -21,7 +21,5 @@ def release_after_last_reader(gm: GraphModule) -> GraphModule:
 def _release(graph: Graph, wait: Node, last: Node) -> None:
     place = graph.inserting_before(last) if last.op == "output" else graph.inserting_after(last)
     with place:
-        node = graph.call_function(
-            ops.release, (wait, channel_of(graph), wait.args[2], wait.args[4])
-        )
+        node = graph.call_function(ops.release, (wait, token_of(graph), wait.args[2], wait.args[4]))
     node.meta["val"] = None

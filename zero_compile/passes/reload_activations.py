@@ -1,8 +1,8 @@
 """Saved tensors come back to the device in backward, just before they are used.
 
-    zero3.recall_start(away, channel, number)            NVMe to the host
-    zero3.reload_start(away, channel, number, device)    the host to the device
-    flat = zero3.reload_wait(channel, number, numel, dtype, device)
+    zero3.recall_start(away, token, number)            NVMe to the host
+    zero3.reload_start(away, token, number, device)    the host to the device
+    flat = zero3.reload_wait(token, number, numel, dtype, device)
     saved = as_strided(flat, shape, stride)
 
 The graph's input is what :mod:`~zero_compile.passes.offload_activations` has forward return: the
@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.fx_graph import positions
-from zero_compile.passes.insert import channel_of, insert_call, node_at
+from zero_compile.passes.insert import insert_call, node_at, token_of
 from zero_compile.scheduler.activations import Move
 from zero_runtime import compat
 from zero_runtime.ir import ops
@@ -32,7 +32,7 @@ def reload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule
     """
     graph = gm.graph
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    channel_of(graph)  # before positions are taken
+    token_of(graph)  # before positions are taken
     order = positions(graph)
     first = {m.name: min(inputs[m.name].users, key=order.__getitem__) for m in moves}
     numbered = sorted(enumerate(moves), key=lambda nm: (order[first[nm[1].name]], nm[0]))
@@ -41,7 +41,7 @@ def reload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule
         if move.tier is Tier.NVME:
             place = _place(graph, move.recall, beginning, first[move.name], order)
             with graph.inserting_before(place):
-                insert_call(graph, ops.recall_start, inputs[move.name], channel_of(graph), number)
+                insert_call(graph, ops.recall_start, inputs[move.name], token_of(graph), number)
     for number, move in numbered:
         place = _place(graph, move.reload, beginning, first[move.name], order)
         _bring_back(graph, number, move, inputs[move.name], place, first[move.name])
@@ -52,15 +52,15 @@ def reload_activations(gm: GraphModule, *, moves: Sequence[Move]) -> GraphModule
 def _bring_back(
     graph: Graph, number: int, move: Move, away: Node, place: Node, first: Node
 ) -> None:
-    value, channel = away.meta["val"], channel_of(graph)
+    value, token = away.meta["val"], token_of(graph)
     users = [user for user in away.users if user.target is not ops.recall_start]
     away.meta = {**away.meta, "val": _stand_in(graph, value, move.tier)}
     away.meta.pop("tensor_meta", None)
     with graph.inserting_before(place):
-        insert_call(graph, ops.reload_start, away, channel, number, value.device)
+        insert_call(graph, ops.reload_start, away, token, number, value.device)
     with graph.inserting_before(first):
         what = (value.numel(), value.dtype, value.device)
-        flat = insert_call(graph, ops.reload_wait, channel, number, *what)
+        flat = insert_call(graph, ops.reload_wait, token, number, *what)
         shape, stride = list(value.shape), list(value.stride())
         saved = insert_call(graph, torch.ops.aten.as_strided.default, flat, shape, stride)
     for user in users:

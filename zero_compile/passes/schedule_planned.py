@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zero_compile.analysis.costs import kernels_before
 from zero_compile.analysis.fx_graph import calls, output_node, positions
-from zero_compile.passes.insert import assemble_last, channel_of, insert_call
+from zero_compile.passes.insert import assemble_last, insert_call, token_of
 from zero_compile.scheduler.decide_schedule import GraphSchedule
 from zero_runtime.ir import ops
 from zero_runtime.ir.plan import dtype_of
@@ -80,19 +80,19 @@ def _start_gathers(graph: Graph, schedule: GraphSchedule, places: Mapping[str, N
     for early in schedule.early:
         with graph.inserting_before(_place(graph, early.before, places)):
             dtype = dtype_of(early.dtype)
-            insert_call(graph, ops.all_gather_start, channel_of(graph), early.bucket, dtype)
+            insert_call(graph, ops.all_gather_start, token_of(graph), early.bucket, dtype)
 
 
 def _begin(graph: Graph, schedule: GraphSchedule) -> None:
     """What stands at the beginning: first the buckets that arrive gathered, then the first gathers."""
     waits = list(enumerate(calls(graph, ops.all_gather_wait)))
     opening = [wait for number, wait in waits if schedule.starts.get(number) == ""]
-    carried = [wait for number, wait in waits if number in schedule.carried_in]
-    for wait in reversed([*carried, *opening]):
-        channel_of(graph).append(wait.all_input_nodes[0])
+    gather_cache = [wait for number, wait in waits if number in schedule.carried_in]
+    for wait in reversed([*gather_cache, *opening]):
+        token_of(graph).append(wait.all_input_nodes[0])
 
 
 def _place(graph: Graph, name: str | None, places: Mapping[str, Node]) -> Node:
     if name is None:
         return output_node(graph)
-    return places[name] if name else channel_of(graph).next
+    return places[name] if name else token_of(graph).next

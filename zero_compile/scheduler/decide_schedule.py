@@ -198,24 +198,24 @@ def split(
     """A solution of the joined problem as one schedule a graph."""
     shift = len(forward.compute)
     starts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
-    carried, kept = set(), set()
+    gather_cache, kept = set(), set()
     early: list[Early] = []
     for (i, j), position in zip(joined.owners, schedule.gather_starts, strict=True):
         if i is not None:
             starts[0][i] = _anchor(forward, position)
             if j is not None:
                 kept.add(forward.gathers[i].bucket)
-                carried.add(j)
+                gather_cache.add(j)
         elif j is not None and position >= shift:
             starts[1][j] = _anchor(backward, position - shift)
         elif j is not None:
             anchor = _anchor(forward, position)
             early.append(Early(backward.gathers[j].bucket, backward.dtypes[j], anchor))
-            carried.add(j)
+            gather_cache.add(j)
     waits = {k: _anchor(backward, w - shift) for k, w in enumerate(schedule.reduce_waits)}
     fetches = _sent(forward, backward, joined, joined.problem.fetched, schedule.fetch_start)
     reads = _sent(forward, backward, joined, joined.problem.read, schedule.read_start)
-    sent = (fetches.before | reads.before) - carried
+    sent = (fetches.before | reads.before) - gather_cache
     return (
         GraphSchedule(
             starts[0],
@@ -228,11 +228,11 @@ def split(
         GraphSchedule(
             starts[1],
             waits,
-            frozenset(carried),
+            frozenset(gather_cache),
             fetches=fetches.backward,
             reads=reads.backward,
-            fetched=fetches.before - carried,
-            read=reads.before - carried,
+            fetched=fetches.before - gather_cache,
+            read=reads.before - gather_cache,
         ),
     )
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zero_compile.analysis.resident_memory import Held, gib, resident
 from zero_runtime.errors import OptionError
 from zero_runtime.ir.placement import ON_DEVICE, Shares
-from zero_runtime.ir.plan import Policy, Tier
+from zero_runtime.ir.plan import StatePolicy, Tier
 
 #: Of a device's memory, what is left to activations, gathered buckets and gradients when state is
 #: placed by size: the rest is for what stays.
@@ -51,7 +51,7 @@ class _Sizes(NamedTuple):
 
 
 def place(
-    held: Sequence[Held], policy: Policy, world_size: int, wish: Wish, budgets: Budgets
+    held: Sequence[Held], policy: StatePolicy, world_size: int, wish: Wish, budgets: Budgets
 ) -> Placement:
     """Where parameters and optimizer state live.
 

@@ -30,7 +30,7 @@ from zero_compile.analysis.tiers import (
 )
 from zero_compile.scheduler.problem import Gather, Problem, Reduce
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Channel, Policy, Stage, dtype_name, dtype_of
+from zero_runtime.ir.plan import BucketPlan, Channel, Stage, StatePolicy, dtype_name, dtype_of
 from zero_runtime.ir.timeline import Category
 
 #: Transfers are planned as if they took this much longer, so that a late one still hides.
@@ -58,7 +58,9 @@ class Posed:
         return Problem(self.compute, self.live, self.gathers, self.reductions, limit, names)
 
 
-def pose(graph: Graph, buckets: Sequence[BucketPlan], policy: Policy, hardware: Hardware) -> Posed:
+def pose_problem(
+    graph: Graph, buckets: Sequence[BucketPlan], policy: StatePolicy, hardware: Hardware
+) -> Posed:
     """The problem of one graph whose gathers and reductions are bucketed and stand at their uses."""
     units = _units(graph)
     sizes = traced_sizes(graph)
@@ -173,7 +175,7 @@ def _fed(gather: Gather, bucket: BucketPlan, dtype: str, hardware: Hardware) -> 
 def _reductions(
     graph: Graph,
     buckets: Sequence[BucketPlan],
-    policy: Policy,
+    policy: StatePolicy,
     hardware: Hardware,
     at: dict[str, int],
 ) -> list[Reduce]:
@@ -184,7 +186,7 @@ def _reductions(
 
 
 def _reduction(
-    number: int, buckets: Sequence[BucketPlan], policy: Policy, hardware: Hardware, ready: int
+    number: int, buckets: Sequence[BucketPlan], policy: StatePolicy, hardware: Hardware, ready: int
 ) -> Reduce:
     bucket = buckets[number]
     dtype = dtype_of(policy.reduce_dtype or bucket.dtype)

@@ -13,7 +13,7 @@ from zero_compile.analysis.hardware import Hardware
 from zero_compile.analysis.liveness import Liveness, Origin, Storage
 from zero_compile.scheduler.activations import Candidate
 from zero_compile.scheduler.pose_problem import MARGIN
-from zero_runtime.ir.plan import BucketPlan, Channel, Policy, Tier
+from zero_runtime.ir.plan import BucketPlan, Channel, StatePolicy, Tier
 from zero_runtime.ir.strides import dense_stride
 from zero_runtime.ir.timeline import Category
 
@@ -29,7 +29,7 @@ def candidates(
     forward: Graph,
     backward: Graph,
     buckets: Sequence[BucketPlan],
-    policy: Policy,
+    policy: StatePolicy,
     hardware: Hardware,
     wanted: Wanted,
 ) -> list[Candidate]:

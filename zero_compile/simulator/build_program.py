@@ -21,7 +21,7 @@ class _Piece(NamedTuple):
     last: int
 
 
-def lay_down(
+def build_program(
     problem: Problem,
     schedule: Schedule,
     name: str,

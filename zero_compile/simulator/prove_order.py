@@ -62,7 +62,7 @@ def _turns(columns: list[int]) -> list[int]:
     return turns
 
 
-def prove(program: Program) -> None:
+def prove_order(program: Program) -> None:
     """Returns if ``program`` is sound whatever its operations' durations.
 
     Raises:

@@ -11,7 +11,7 @@ from zero_compile.analysis.fx_graph import bucket_number, calls
 from zero_compile.scheduler.decide_schedule import GraphSchedule
 from zero_compile.scheduler.pose_problem import Posed
 from zero_compile.scheduler.problem import STAGING_SLOTS, Gather, Problem, Reduce, Schedule
-from zero_compile.simulator.build_program import lay_down
+from zero_compile.simulator.build_program import build_program
 from zero_compile.simulator.program import Op, Program
 from zero_runtime.ir import ops
 from zero_runtime.ir.timeline import Category
@@ -39,7 +39,7 @@ class Scheduled:
         self, name: str, world_size: int, resident: tuple[tuple[Category, int], ...] = ()
     ) -> Program:
         """What a rank does, for simulation and proof; ``resident`` is memory held throughout."""
-        laid = lay_down(
+        laid = build_program(
             self.problem, self.schedule, name, "step", world_size=world_size, nodes=self.nodes
         )
         budget = self.problem.limit

@@ -21,7 +21,7 @@ from zero_runtime.sharding.parameter_state import Entry, ParameterState
 from zero_runtime.sharding.sharded_gradient import Place
 
 
-class Building:
+class PartitionedConstruction:
     """One session's model under construction: from :meth:`begin` to :meth:`finish`."""
 
     def __init__(self, session: Session) -> None:
@@ -38,7 +38,7 @@ class Building:
 
     def finish(self, names: Mapping[str, nn.Parameter]) -> None:
         """The model is built, and known by these names."""
-        self._session.lent.settle(thorough=True)
+        self._session.gathered_views.settle(thorough=True)
         if self.active:
             self.active = False
             self.tidy()
@@ -57,20 +57,20 @@ class Building:
         entry = session.claim(name, parameter)
         session.place([entry])
         self._provisional.add(entry.place.bucket)
-        whole = session.hollow(entry)
+        whole = session.free_storage(entry)
         if not blank:
-            session.lent.keep(entry, whole, changed=True)
+            session.gathered_views.keep(entry, whole, changed=True)
         return entry
 
     def working_copy(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's value, to be read and written in place. Collective unless it is at hand."""
-        lent, entry = self._session.lent, self._session.entry(parameter)
-        at_hand = lent.at_hand(entry)
+        gathered_views, entry = self._session.gathered_views, self._session.entry(parameter)
+        at_hand = gathered_views.at_hand(entry)
         if at_hand is not None:
             return at_hand
-        lent.settle()
+        gathered_views.settle()
         native.trim()  # parameters of one size follow those of another: buffers would pile up
-        return lent.keep(entry, self._session.gather_whole(parameter), changed=False)
+        return gathered_views.keep(entry, self._session.gather_whole(parameter), changed=False)
 
     def edit(
         self, parameter: nn.Parameter, change: Callable[[torch.Tensor], Any], *, anew: bool
@@ -79,15 +79,15 @@ class Building:
 
         Collective unless the value is at hand, or ``anew``: then ``change`` reads nothing of it.
         """
-        lent, entry = self._session.lent, self._session.entry(parameter)
-        at_hand = lent.at_hand(entry)
+        gathered_views, entry = self._session.gathered_views, self._session.entry(parameter)
+        at_hand = gathered_views.at_hand(entry)
         if anew and at_hand is None:
             slot, bucket = entry.place.slot, entry.place.bucket
             whole = torch.empty_strided(
                 slot.shape, slot.stride, dtype=bucket.plan.torch_dtype, device=bucket.device
             )
             change(whole)
-            lent.keep(entry, whole, changed=True)
+            gathered_views.keep(entry, whole, changed=True)
         else:
             change(self.working_copy(parameter))
         if anew:
@@ -99,21 +99,21 @@ class Building:
         of which is number ``start`` in memory order. ``digest`` is of all of them, the same on every rank.
         """
         bucket, slot = entry.place
-        self._session.lent.outdate([entry])
+        self._session.gathered_views.outdate([entry])
         bucket.fill(slot, read)
         entry.begin_values()
         entry.note_digest(digest)
 
     def is_blank(self, entry: Entry) -> bool:
         """Whether the parameter has no value yet."""
-        return self._session.lent.at_hand(entry) is None and not entry.noted
+        return self._session.gathered_views.at_hand(entry) is None and not entry.noted
 
     def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """The parameter becomes ``value``, of another shape, dtype or device."""
         entry = self._session.entry(parameter)
-        self._session.lent.forget(entry)
+        self._session.gathered_views.forget(entry)
         self.drop(entry.place.bucket)
-        entry.rehouse(value)
+        entry.restore(value)
         entry.begin_values()
         self.take(entry.name, parameter)
 
@@ -130,7 +130,7 @@ class Building:
         gc.collect()
         gone = [e for e in self._session.entries if e.parameter is None and self._alone(e)]
         for entry in gone:
-            self._session.lent.forget(entry)
+            self._session.gathered_views.forget(entry)
             self.drop(entry.place.bucket)
             self._session.entries.remove(entry)
 
@@ -152,7 +152,7 @@ class Building:
         if entry.state is not ParameterState.SHARDED or not self._alone(entry):
             return False
         bucket, parameter = entry.place.bucket, entry.parameter
-        idle = not bucket.shelves[1].used and entry.destination is None
+        idle = not bucket.tiered_tensors[1].used and entry.destination is None
         return idle and parameter is not None and parameter.grad is None and not self._session.steps
 
     def unseen(self) -> list[Bucket]:
@@ -188,15 +188,15 @@ class Building:
     def absorb(self, other: Session) -> None:
         """Take over all that another session holds whose model is being built too."""
         session = self._session
-        other.lent.settle()
+        other.gathered_views.settle()
         self._provisional |= construction_of(other)._provisional
         session.buckets += other.buckets
         session.adopt_entries(other.entries)
         other.buckets, other.entries = [], []
-        session.depots += other.depots
+        session.all_memory_tiers += other.all_memory_tiers
 
 
-def construction_of(session: Session) -> Building:
+def construction_of(session: Session) -> PartitionedConstruction:
     """What partitions the session's model while it is built."""
-    assert isinstance(session.construction, Building)
+    assert isinstance(session.construction, PartitionedConstruction)
     return session.construction

@@ -111,7 +111,7 @@ def _for_one_operation(
         return _parameter_of(args[0])
     used = {p.session.entry(p): p for p in _parameters((args, kwargs))}
     for session in {p.session for p in used.values()}:
-        session.lent.settle(but=used)
+        session.gathered_views.settle(but=used)
     if all(entry.whole for entry in used):
         return _on_whole(func, args, kwargs)
     if func == _DATA_SET or _writes_first(func):
@@ -146,7 +146,7 @@ def _on_copies(
         if sent or id(parameter) in changed or version_of(whole) != versions[parameter]:
             session.store_whole(parameter, whole.detach())
         if not construction_of(session).active and (hidden or aliases(whole, results)):
-            session.lent.lend(session.entry(parameter), whole)
+            session.gathered_views.lend(session.entry(parameter), whole)
     return results
 
 
@@ -196,7 +196,7 @@ def _data(parameter: ShardedParameter) -> torch.Tensor:
         if construction_of(session).active:
             return construction_of(session).working_copy(parameter).detach()
         whole = session.gather_whole(parameter)
-        session.lent.lend(session.entry(parameter), whole)
+        session.gathered_views.lend(session.entry(parameter), whole)
         return whole.detach()
 
 
@@ -237,7 +237,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             return building.replace(target, _gathered(args[1]).detach())
         _refuse_conversion(target, args[1])
         func = torch.Tensor.copy_
-        target.session.lent.forget(target.session.entry(target))
+        target.session.gathered_views.forget(target.session.entry(target))
     elif _needs_no_grad(func) and torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(_LEAF)
     with torch.no_grad():

@@ -25,7 +25,7 @@ def at_rest(parameter: nn.Parameter) -> tuple[Session, Entry] | None:
     if session is None:
         return None
     session.finish_refresh()
-    session.lent.settle()
+    session.gathered_views.settle()
     entry = session.entry(parameter)
     if entry.state is ParameterState.HELD and not entry.pinned:
         raise ZeroError(
@@ -84,8 +84,8 @@ def store_full_value(parameter: nn.Parameter, whole: torch.Tensor) -> None:
 
 def _replace(session: Session, entry: Entry, part: torch.Tensor) -> None:
     bucket, slot = entry.place
-    session.carried.drop()
-    session.lent.outdate([entry])
+    session.gather_cache.drop()
+    session.gathered_views.outdate([entry])
     bucket.store_exact(slot, part)
 
 

@@ -13,7 +13,7 @@ from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry, ParameterState
 
 
-class Holding:
+class Unsharded:
     """Holds ``parameters`` whole from :meth:`open` to :meth:`close`, both collective, or :meth:`abandon`.
 
     What the rank ``source`` (of the default group) changes is kept on every rank; None: nothing may
@@ -37,12 +37,12 @@ class Holding:
             if self.source is not None:
                 session.group.refuse_stranger(self.source, owned[0][1].device)
             session.finish_refresh()
-            session.lent.settle()
+            session.gathered_views.settle()
         entries = {session.entry(p): session for session, p in owned}
         _gather({e: s for e, s in entries.items() if not e.whole})
         for entry, session in entries.items():
             if entry.state is ParameterState.HELD:
-                session.holdings.setdefault(entry, []).append(self)
+                session.unsharded.setdefault(entry, []).append(self)
                 self._held[entry] = fingerprint(_value(entry))
 
     def close(self) -> None:
@@ -64,12 +64,12 @@ class Holding:
     def abandon(self) -> None:
         """Free the memory of what no other block holds; what was changed since it was stored is lost."""
         for session, entry in list(_sessions(self._parameters)):
-            holdings = session.holdings.get(entry, [])
-            if self in holdings:
-                holdings.remove(self)
-            if not holdings and entry in session.holdings:
-                del session.holdings[entry]
-                entry.let_go()
+            unsharded = session.unsharded.get(entry, [])
+            if self in unsharded:
+                unsharded.remove(self)
+            if not unsharded and entry in session.unsharded:
+                del session.unsharded[entry]
+                entry.reshard()
         self._held.clear()
 
     def _settle(self) -> list[str]:
@@ -119,12 +119,12 @@ class Holding:
         if digest == self._held[entry]:
             return False
         if self.source is None:
-            others = (block for block in session.holdings[entry] if block is not self)
+            others = (block for block in session.unsharded[entry] if block is not self)
             return not any(block.source is not None for block in others)
         entry.begin_values()
         session.put(entry, value)
         entry.mark()
-        for block in session.holdings[entry]:
+        for block in session.unsharded[entry]:
             block._held[entry] = digest
         return False
 

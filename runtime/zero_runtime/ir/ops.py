@@ -2,7 +2,7 @@
 
 Three are logical and exist only between capture and lowering (``gather``, ``reduce``, ``join``); the
 others are the schedule's nodes, and the executor says what they do (:func:`implement`). How their order is pinned: every
-starting or releasing operator *mutates* the graph's channel tensor and every wait *reads* it, so
+starting or releasing operator *mutates* the graph's token and every wait *reads* it, so
 any compiler that respects mutation keeps them in sequence; ``release`` also mutates the gathered
 buffer, and ``offload_wait`` the saved tensor, so every reader comes before it. ``all_gather_wait``
 returns a view of its ticket: a compiler that tracks aliases then never reuses the gathered memory
@@ -83,7 +83,7 @@ def _joined(tiles: Any, index: int, size: Any) -> torch.Tensor:
     return joined
 
 
-def _away(saved: torch.Tensor, channel: Any, number: int, stride: Any, nvme: bool) -> torch.Tensor:
+def _away(saved: torch.Tensor, token: Any, number: int, stride: Any, nvme: bool) -> torch.Tensor:
     if nvme:
         return torch.empty(HANDLE_BYTES, dtype=torch.uint8)
     return torch.empty(saved.numel(), dtype=saved.dtype)
@@ -98,51 +98,51 @@ gather = _define(
 reduce = _define("reduce(Tensor gradient, int index) -> Tensor", _alike)
 join = _define("join(Tensor[] tiles, int index, int[] size) -> Tensor", _joined)
 assemble = _define(
-    "assemble(Tensor[] parts, Tensor(a!) channel, int[] buckets, int numel, ScalarType dtype, "
+    "assemble(Tensor[] parts, Tensor(a!) token, int[] buckets, int numel, ScalarType dtype, "
     "Device device) -> Tensor",
     _buffer,
 )
-channel = _define("channel() -> Tensor", _ticket)
+token = _define("token() -> Tensor", _ticket)
 all_gather_start = _define(
-    "all_gather_start(Tensor(a!) channel, int bucket, ScalarType dtype) -> Tensor", _ticket
+    "all_gather_start(Tensor(a!) token, int bucket, ScalarType dtype) -> Tensor", _ticket
 )
 all_gather_wait = _define(
-    "all_gather_wait(Tensor(a) ticket, Tensor channel, int bucket, int numel, ScalarType dtype, "
+    "all_gather_wait(Tensor(a) ticket, Tensor token, int bucket, int numel, ScalarType dtype, "
     "Device device) -> Tensor(a)",
     _buffer,
 )
 release = _define(
-    "release(Tensor(a!) gathered, Tensor(b!) channel, int bucket, ScalarType dtype) -> ()", _nothing
+    "release(Tensor(a!) gathered, Tensor(b!) token, int bucket, ScalarType dtype) -> ()", _nothing
 )
-read_start = _define("read_start(Tensor(a!) channel, int bucket) -> ()", _nothing)
-fetch_start = _define("fetch_start(Tensor(a!) channel, int bucket) -> ()", _nothing)
-evict = _define("evict(Tensor reduced, Tensor(a!) channel, int bucket) -> Tensor", _on_host)
+read_start = _define("read_start(Tensor(a!) token, int bucket) -> ()", _nothing)
+fetch_start = _define("fetch_start(Tensor(a!) token, int bucket) -> ()", _nothing)
+evict = _define("evict(Tensor reduced, Tensor(a!) token, int bucket) -> Tensor", _on_host)
 keep = _define("keep(Tensor gathered) -> Tensor", _alike)
 offload_start = _define(
-    "offload_start(Tensor saved, Tensor(a!) channel, int number, int[] stride, bool nvme) -> Tensor",
+    "offload_start(Tensor saved, Tensor(a!) token, int number, int[] stride, bool nvme) -> Tensor",
     _away,
     any_layout=True,
 )
 offload_wait = _define(
-    "offload_wait(Tensor(a!) saved, Tensor(b!) channel, int number) -> ()",
+    "offload_wait(Tensor(a!) saved, Tensor(b!) token, int number) -> ()",
     _nothing,
     any_layout=True,
 )
-recall_start = _define("recall_start(Tensor away, Tensor(a!) channel, int number) -> ()", _nothing)
+recall_start = _define("recall_start(Tensor away, Tensor(a!) token, int number) -> ()", _nothing)
 reload_start = _define(
-    "reload_start(Tensor away, Tensor(a!) channel, int number, Device device) -> ()", _nothing
+    "reload_start(Tensor away, Tensor(a!) token, int number, Device device) -> ()", _nothing
 )
 reload_wait = _define(
-    "reload_wait(Tensor channel, int number, int numel, ScalarType dtype, Device device) -> Tensor",
+    "reload_wait(Tensor token, int number, int numel, ScalarType dtype, Device device) -> Tensor",
     _buffer,
 )
 reduce_scatter_start = _define(
-    "reduce_scatter_start(Tensor[] gradients, Tensor(a!) channel, int bucket, int[] slots) -> Tensor",
+    "reduce_scatter_start(Tensor[] gradients, Tensor(a!) token, int bucket, int[] slots) -> Tensor",
     _ticket,
     any_layout=True,
 )
 reduce_scatter_wait = _define(
-    "reduce_scatter_wait(Tensor(a) ticket, Tensor channel, int bucket, int numel, ScalarType dtype, "
+    "reduce_scatter_wait(Tensor(a) ticket, Tensor token, int bucket, int numel, ScalarType dtype, "
     "Device device) -> Tensor(a)",
     _buffer,
 )

@@ -47,7 +47,7 @@ class Residence:
 
 
 @dataclass(frozen=True)
-class Policy:
+class StatePolicy:
     """How a session keeps its state.
 
     ``master_weights``: the optimizer steps on float32 copies of 16-bit shards (Micikevicius et al.,

@@ -22,7 +22,7 @@ def as_plain(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.as_subclass(torch.Tensor)
 
 
-def husk(tensor: torch.Tensor) -> torch.Tensor:
+def without_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, stride, dtype and device that holds no memory."""
     empty = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

@@ -34,7 +34,7 @@ class Slots:
         self._taken.discard(owner)
 
 
-class Depot:
+class MemoryTiers:
     """Host memory, NVMe and transfers of one session on one rank. Nothing is opened before its first use."""
 
     _serials = itertools.count()

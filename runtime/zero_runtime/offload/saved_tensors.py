@@ -17,7 +17,7 @@ from zero_runtime.comm.transports import Transfer
 from zero_runtime.errors import PlanError, UnsupportedError
 from zero_runtime.ir.ops import HANDLE_BYTES
 from zero_runtime.ir.plan import Plan, Saved, Tier
-from zero_runtime.offload.memory_tiers import Depot, Moving
+from zero_runtime.offload.memory_tiers import MemoryTiers, Moving
 
 _PACKED = (
     "torch.autograd.graph.saved_tensors_hooks, or torch.utils.checkpoint around a compiled module, "
@@ -48,8 +48,8 @@ class Recalled(NamedTuple):
 class SavedStore:
     """One session's saved tensors off the device."""
 
-    def __init__(self, depot: Depot) -> None:
-        self._depot = depot
+    def __init__(self, memory_tiers: MemoryTiers) -> None:
+        self._memory_tiers = memory_tiers
         self._numbers = itertools.count()
         self._stored: set[int] = set()
         # A handle may die anywhere, on any thread, inside the swap's locks too: its extent is given
@@ -59,7 +59,7 @@ class SavedStore:
     def send(self, flat: torch.Tensor, tier: Tier, address: int) -> Leaving:
         """Start copying a flat tensor off the device."""
         self._give_back()
-        moving = self._depot.to_host(flat)
+        moving = self._memory_tiers.to_host(flat)
         away = self._handle() if tier is Tier.NVME else moving.tensor
         return Leaving(away, moving, address)
 
@@ -75,21 +75,21 @@ class SavedStore:
             leaving.moving.wait()
             return
         copy, number = leaving.moving.land().view(torch.uint8), _number(leaving.away)
-        self._depot.swap.allocate(_name(number), copy.numel())
+        self._memory_tiers.swap.allocate(_name(number), copy.numel())
         self._stored.add(number)
-        self._depot.swap.write(_name(number), copy)  # whoever reads it learns of a failure
+        self._memory_tiers.swap.write(_name(number), copy)  # whoever reads it learns of a failure
 
     def recall(self, handle: torch.Tensor, saved: Saved) -> Recalled:
         """Start reading a tensor from NVMe to the host."""
         self._give_back()
-        staging = self._depot.host(saved.numel, saved.torch_dtype)
+        staging = self._memory_tiers.host(saved.numel, saved.torch_dtype)
         return Recalled(
-            staging, self._depot.swap.read(_name(_number(handle)), staging.view(torch.uint8))
+            staging, self._memory_tiers.swap.read(_name(_number(handle)), staging.view(torch.uint8))
         )
 
     def bring(self, copy: torch.Tensor, device: torch.device) -> Moving:
         """Start copying a flat tensor from the host to fresh memory of the device."""
-        return self._depot.to_device(copy, device)
+        return self._memory_tiers.to_device(copy, device)
 
     def _handle(self) -> torch.Tensor:
         number = next(self._numbers)
@@ -102,10 +102,10 @@ class SavedStore:
             number = self._dead.popleft()
             if number in self._stored:
                 self._stored.remove(number)
-                self._depot.swap.free(_name(number))
+                self._memory_tiers.swap.free(_name(number))
 
 
-class Crossing:
+class SavedTensorMoves:
     """The saved tensors that one run of a graph moves, by their number in its plan."""
 
     def __init__(self, store: SavedStore, plan: Plan) -> None:

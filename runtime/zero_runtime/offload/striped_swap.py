@@ -29,12 +29,12 @@ from zero_runtime.offload.swap_file import (
     flat_on_cpu,
 )
 
-__all__ = ["Part", "StripedSwap", "StripedTicket"]
+__all__ = ["Stripe", "StripedSwap", "StripedTicket"]
 
 _GROWTH: Final = 4
 
 
-class Part(NamedTuple):
+class Stripe(NamedTuple):
     """The stretch ``[begin, end)`` of a tensor's bytes, and the file that holds it."""
 
     file: SwapFile
@@ -147,7 +147,7 @@ class StripedSwap:
         places = _checked(folders)
         share = -(-_pages(capacity) // len(places)) * PAGE
         self._lock = threading.Lock()
-        self._tensors: dict[str, tuple[Extent, tuple[Part, ...]]] = {}
+        self._tensors: dict[str, tuple[Extent, tuple[Stripe, ...]]] = {}
         self._lanes: list[_Lane] = []
         try:
             for folder in places:
@@ -202,7 +202,7 @@ class StripedSwap:
         """Return what `allocate` returned; raises SwapError where `name` has no extent."""
         return self._lookup(name)[0]
 
-    def parts(self, name: str) -> tuple[Part, ...]:
+    def parts(self, name: str) -> tuple[Stripe, ...]:
         """Return where the bytes of `name` lie; raises SwapError where it has no extent."""
         return self._lookup(name)[1]
 
@@ -263,14 +263,14 @@ class StripedSwap:
         with self._lock:
             return [file for lane in self._lanes for file in lane.files]
 
-    def _lookup(self, name: str) -> tuple[Extent, tuple[Part, ...]]:
+    def _lookup(self, name: str) -> tuple[Extent, tuple[Stripe, ...]]:
         with self._lock:
             if name not in self._tensors:
                 raise SwapError(errno.ENOENT, f"tensor '{name}' has no extent in {self.path}")
             return self._tensors[name]
 
-    def _set_aside(self, name: str, nbytes: int) -> tuple[Extent, tuple[Part, ...]]:
-        parts: list[Part] = []
+    def _set_aside(self, name: str, nbytes: int) -> tuple[Extent, tuple[Stripe, ...]]:
+        parts: list[Stripe] = []
         extents: list[Extent] = []
         try:
             for lane, (begin, end) in zip(
@@ -279,7 +279,7 @@ class StripedSwap:
                 if parts and begin == end:
                     break
                 file, extent = lane.allocate(name, end - begin)
-                parts.append(Part(file, begin, end))
+                parts.append(Stripe(file, begin, end))
                 extents.append(extent)
         except BaseException:
             for part in parts:

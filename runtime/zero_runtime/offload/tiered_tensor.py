@@ -7,7 +7,7 @@ import torch
 
 from zero_runtime.comm.transports import Done, Several, Transfer
 from zero_runtime.ir.plan import Tier
-from zero_runtime.offload.memory_tiers import Depot
+from zero_runtime.offload.memory_tiers import MemoryTiers
 
 
 class Whereabouts(Enum):
@@ -23,7 +23,7 @@ class Whereabouts(Enum):
     """On NVMe only."""
 
 
-class Shelf:
+class TieredTensor:
     """``[numel]`` values of ``dtype``. Those on NVMe occupy memory only while they are HERE or COMING.
 
     With ``pieces``, sizes that add up to ``numel``, NVMe holds each under a name of its own, so that it can
@@ -32,7 +32,7 @@ class Shelf:
 
     def __init__(
         self,
-        depot: Depot,
+        memory_tiers: MemoryTiers,
         name: str,
         numel: int,
         dtype: torch.dtype,
@@ -45,7 +45,7 @@ class Shelf:
         self.numel = numel
         self.dtype = dtype
         self.tier = tier
-        self._depot = depot
+        self._memory_tiers = memory_tiers
         self._device = device if tier is Tier.DEVICE else torch.device("cpu")
         self._state = Whereabouts.EMPTY
         self._tensor: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class Shelf:
         """Start reading the values where they are away; they stay until :meth:`put_away`."""
         if self._state is Whereabouts.AWAY and self.numel:
             self._tensor = self._memory()
-            reads = [self._depot.swap.read(name, part) for name, part in self._parts()]
+            reads = [self._memory_tiers.swap.read(name, part) for name, part in self._parts()]
             self._reading = Several(reads)
             self._state = Whereabouts.COMING
 
@@ -120,7 +120,7 @@ class Shelf:
         """Give up the values, and the memory and the extent that hold them: as if never used."""
         self._settle()
         if self._stored:
-            self._depot.swap.free(self.name)
+            self._memory_tiers.swap.free(self.name)
         self._tensor, self._state = None, Whereabouts.EMPTY
         self._changed = self._stored = False
 
@@ -133,9 +133,9 @@ class Shelf:
         parts = list(self._parts())
         if not self._stored:
             for name, part in parts:
-                self._depot.swap.allocate(name, len(part))
+                self._memory_tiers.swap.allocate(name, len(part))
             self._stored = True
-        return Several([self._depot.swap.write(name, part) for name, part in parts])
+        return Several([self._memory_tiers.swap.write(name, part) for name, part in parts])
 
     def name_of_piece(self, number: int) -> str:
         """What NVMe knows a piece by."""
@@ -150,23 +150,29 @@ class Shelf:
     def _memory(self) -> torch.Tensor:
         if self.tier is Tier.DEVICE:
             return torch.empty(self.numel, dtype=self.dtype, device=self._device)
-        return self._depot.host(self.numel, self.dtype)
+        return self._memory_tiers.host(self.numel, self.dtype)
 
 
-class Window(Shelf):
+class Window(TieredTensor):
     """One piece of another shelf, for reading. From NVMe it is read alone."""
 
-    def __init__(self, shelf: Shelf, number: int, depot: Depot, device: torch.device) -> None:
-        size = shelf.pieces[number]
-        name = shelf.name_of_piece(number)
-        super().__init__(depot, name, size, shelf.dtype, device, shelf.tier)
-        self._shelf = shelf
-        self._start = sum(shelf.pieces[:number])
+    def __init__(
+        self,
+        tiered_tensor: TieredTensor,
+        number: int,
+        memory_tiers: MemoryTiers,
+        device: torch.device,
+    ) -> None:
+        size = tiered_tensor.pieces[number]
+        name = tiered_tensor.name_of_piece(number)
+        super().__init__(memory_tiers, name, size, tiered_tensor.dtype, device, tiered_tensor.tier)
+        self._tiered_tensor = tiered_tensor
+        self._start = sum(tiered_tensor.pieces[:number])
 
     @property
     def away(self) -> bool:
         """Whether the values are on NVMe only."""
-        return self._shelf.away and self._tensor is None
+        return self._tiered_tensor.away and self._tensor is None
 
     def start_load(self) -> None:
         """Start reading this piece where it is away; it stays until :meth:`put_away`."""
@@ -176,8 +182,8 @@ class Window(Shelf):
 
     def read(self) -> torch.Tensor:
         """The values; not to be written to."""
-        if self._tensor is None and not self._shelf.away:
-            return self._shelf.read().narrow(0, self._start, self.numel)
+        if self._tensor is None and not self._tiered_tensor.away:
+            return self._tiered_tensor.read().narrow(0, self._start, self.numel)
         return super().read()
 
     def put_away(self) -> Transfer:

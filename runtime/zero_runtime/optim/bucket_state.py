@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zero_runtime.ir.plan import Slot, Tier
-from zero_runtime.offload.tiered_tensor import Shelf
+from zero_runtime.offload.tiered_tensor import TieredTensor
 from zero_runtime.optim import cpu_optimizer as host
-from zero_runtime.optim.cpu_kernels import Recipe
+from zero_runtime.optim.cpu_kernels import CpuKernel
 from zero_runtime.sharding.bucket import Bucket
 from zero_runtime.sharding.parameter_state import Entry
 
 
 @dataclass(frozen=True)
-class Work:
+class ParameterUpdate:
     """One parameter's part in an update: its hyper-parameters, its ``optimizer.state[p]``, its gradient."""
 
     entry: Entry
@@ -33,19 +33,19 @@ class Work:
         return self.entry.place.slot
 
 
-class Part(Protocol):
+class BucketOptimizerState(Protocol):
     """The state of one bucket in one optimizer."""
 
-    def adopt(self, works: Sequence[Work]) -> None:
+    def adopt(self, works: Sequence[ParameterUpdate]) -> None:
         """Take over state that is in ``optimizer.state``: made before, or loaded."""
 
     def forget(self, entry: Entry) -> None:
         """Begin anew with one parameter, as if it had never been stepped."""
 
-    def wanted(self) -> list[Shelf]:
+    def wanted(self) -> list[TieredTensor]:
         """What an update needs in memory, beside the parameters."""
 
-    def update(self, works: Sequence[Work], unscale: float) -> None:
+    def update(self, works: Sequence[ParameterUpdate], unscale: float) -> None:
         """The update, in place; gradients count times ``unscale``."""
 
     def read(self, entry: Entry, name: str) -> torch.Tensor | None:
@@ -75,73 +75,73 @@ class _Span(NamedTuple):
     group: dict[str, Any]
 
 
-class KernelPart:
+class KernelState:
     """Flat float32 state of the whole bucket, updated by one kernel call a run of like parameters."""
 
-    def __init__(self, bucket: Bucket, recipe: Recipe) -> None:
+    def __init__(self, bucket: Bucket, recipe: CpuKernel) -> None:
         self._bucket = bucket
         self._recipe = recipe
         self._number = next(_numbers)
-        self._shelves: dict[str, Shelf] = {}
+        self._tiered_tensors: dict[str, TieredTensor] = {}
         self._steps: dict[Slot, int] = {}
         self._shown: dict[tuple[Slot, str], torch.Tensor] = {}
         self._away = bucket.plan.residence.optimizer is Tier.NVME
 
-    def adopt(self, works: Sequence[Work]) -> None:
+    def adopt(self, works: Sequence[ParameterUpdate]) -> None:
         """Values found in ``optimizer.state`` that are not ours go into the flat state."""
         for work in works:
             if self._recipe.counts:
                 count = work.state.setdefault("step", torch.tensor(0.0))
                 self._steps[work.slot] = int(count)
             for name in self._recipe.states(work.group):
-                fresh = name not in self._shelves
-                shelf = self._shelf(name)
+                fresh = name not in self._tiered_tensors
+                tiered_tensor = self._tiered_tensor(name)
                 if fresh and self._recipe.initial(work.group):
-                    shelf.edit().fill_(self._recipe.initial(work.group))
-                self._adopt(work, name, shelf)
+                    tiered_tensor.edit().fill_(self._recipe.initial(work.group))
+                self._adopt(work, name, tiered_tensor)
 
     def forget(self, entry: Entry) -> None:
         """Its part of the flat state is as at first."""
         slot = entry.place.slot
         self._steps.pop(slot, None)
-        for name, shelf in self._shelves.items():
+        for name, tiered_tensor in self._tiered_tensors.items():
             self._shown.pop((slot, name), None)
-            self._bucket.local(slot, shelf.edit()).zero_()
+            self._bucket.local(slot, tiered_tensor.edit()).zero_()
 
-    def _adopt(self, work: Work, name: str, shelf: Shelf) -> None:
+    def _adopt(self, work: ParameterUpdate, name: str, tiered_tensor: TieredTensor) -> None:
         key, value = (work.slot, name), work.state.get(name)
         if value is not None and value is not self._shown.get(key):
-            self._bucket.local(work.slot, shelf.edit()).copy_(value.reshape(-1))
+            self._bucket.local(work.slot, tiered_tensor.edit()).copy_(value.reshape(-1))
             if not self._recipe.counts:  # there is state, so there was a step
                 self._steps[work.slot] = max(1, self._steps.get(work.slot, 0))
         if self._away:
             work.state.pop(name, None)
         elif value is None or value is not self._shown.get(key):
-            own = self._bucket.local(work.slot, shelf.read())
+            own = self._bucket.local(work.slot, tiered_tensor.read())
             work.state[name] = self._shown[key] = own
 
-    def _shelf(self, name: str) -> Shelf:
-        if name not in self._shelves:
+    def _tiered_tensor(self, name: str) -> TieredTensor:
+        if name not in self._tiered_tensors:
             plan = self._bucket.plan
-            self._shelves[name] = Shelf(
-                self._bucket.depot,
+            self._tiered_tensors[name] = TieredTensor(
+                self._bucket.memory_tiers,
                 self._bucket.name_of(f"{name} ({self._number})"),
                 plan.chunk,
                 torch.float32,
                 self._bucket.device,
                 plan.residence.optimizer,
             )
-        return self._shelves[name]
+        return self._tiered_tensors[name]
 
-    def wanted(self) -> list[Shelf]:
+    def wanted(self) -> list[TieredTensor]:
         """All of the state."""
-        return list(self._shelves.values())
+        return list(self._tiered_tensors.values())
 
-    def update(self, works: Sequence[Work], unscale: float) -> None:
+    def update(self, works: Sequence[ParameterUpdate], unscale: float) -> None:
         """Parameters, state and the 16-bit copy in one pass."""
         bucket = self._bucket
         stepped = bucket.open_step()
-        flats = {name: shelf.edit() for name, shelf in self._shelves.items()}
+        flats = {name: tiered_tensor.edit() for name, tiered_tensor in self._tiered_tensors.items()}
         rounded = self._rounded(works)
         for span in self._spans(works):
             here = slice(span.start, span.stop)
@@ -158,7 +158,7 @@ class KernelPart:
             bucket.take_rounded(rounded)
         bucket.close_step(rounded=rounded is not None)
 
-    def _rounded(self, works: Sequence[Work]) -> torch.Tensor | None:
+    def _rounded(self, works: Sequence[ParameterUpdate]) -> torch.Tensor | None:
         """Where the kernel puts the 16-bit parameters; None where it does not write all of them."""
         plan, rank = self._bucket.plan, self._bucket.group.rank
         own = {slot for slot in plan.slots if len(plan.owned(slot, rank))}
@@ -167,7 +167,7 @@ class KernelPart:
             return None
         return self._bucket.room_for_rounded()
 
-    def _spans(self, works: Sequence[Work]) -> Iterator[_Span]:
+    def _spans(self, works: Sequence[ParameterUpdate]) -> Iterator[_Span]:
         """Neighbours that take the same step with gradients that lie as they do are one span."""
         order = {slot: number for number, slot in enumerate(self._bucket.plan.slots)}
         open_span: _Span | None = None
@@ -183,7 +183,7 @@ class KernelPart:
         if open_span is not None:
             yield open_span
 
-    def _span(self, work: Work) -> _Span:
+    def _span(self, work: ParameterUpdate) -> _Span:
         owned = self._bucket.plan.owned(work.slot, self._bucket.group.rank)
         step = self._steps[work.slot] = self._steps.get(work.slot, 0) + 1
         if self._recipe.counts:
@@ -192,31 +192,31 @@ class KernelPart:
 
     def read(self, entry: Entry, name: str) -> torch.Tensor | None:
         """The parameter's part of the flat state."""
-        shelf = self._shelves.get(name)
-        if shelf is None or not self._steps.get(entry.place.slot):
+        tiered_tensor = self._tiered_tensors.get(name)
+        if tiered_tensor is None or not self._steps.get(entry.place.slot):
             return None
-        return _copy_of(self._bucket.local(entry.place.slot, shelf.read()), shelf)
+        return _copy_of(self._bucket.local(entry.place.slot, tiered_tensor.read()), tiered_tensor)
 
     def write(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
         """Into the flat state, of which what is shown is a view."""
-        shelf = self._shelves.get(name)
-        if shelf is not None:
-            self._bucket.local(entry.place.slot, shelf.edit()).copy_(value)
-            shelf.put_away().wait()
-        return shelf is not None
+        tiered_tensor = self._tiered_tensors.get(name)
+        if tiered_tensor is not None:
+            self._bucket.local(entry.place.slot, tiered_tensor.edit()).copy_(value)
+            tiered_tensor.put_away().wait()
+        return tiered_tensor is not None
 
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe; the rest is there already, as views of the flat state."""
         slot = entry.place.slot
         if not self._steps.get(slot):  # it was never stepped
             return
-        for name, shelf in self._shelves.items() if self._away else ():
-            state[name] = self._bucket.local(slot, shelf.read()).clone()
-            shelf.put_away().wait()
+        for name, tiered_tensor in self._tiered_tensors.items() if self._away else ():
+            state[name] = self._bucket.local(slot, tiered_tensor.read()).clone()
+            tiered_tensor.put_away().wait()
 
     def hide(self, entry: Entry, state: dict[str, Any]) -> None:
         """Drop the copies; NVMe has the values."""
-        for name in self._shelves if self._away else ():
+        for name in self._tiered_tensors if self._away else ():
             state.pop(name, None)
 
 
@@ -235,10 +235,10 @@ def _join(before: _Span | None, span: _Span) -> _Span | None:
     return _Span(before.start, span.stop, gradient, span.step, span.group)
 
 
-def _copy_of(values: torch.Tensor, shelf: Shelf) -> torch.Tensor:
+def _copy_of(values: torch.Tensor, tiered_tensor: TieredTensor) -> torch.Tensor:
     """What was read, once the shelf's memory may go."""
     copy = values.clone()
-    shelf.put_away().wait()
+    tiered_tensor.put_away().wait()
     return copy
 
 
@@ -247,7 +247,7 @@ def _only(group: dict[str, Any], members: set[int]) -> dict[str, Any]:
     return {**group, "params": [p for p in group["params"] if id(p) in members]}
 
 
-class StockPart:
+class StockState:
     """State on NVMe of an optimizer without a kernel: its own ``step`` runs on one bucket at a time."""
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
@@ -255,40 +255,44 @@ class StockPart:
         self._bucket = bucket
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
         self._optimizer = weakref.ref(optimizer)
-        self._shelves: dict[tuple[Slot, str], Shelf] = {}
+        self._tiered_tensors: dict[tuple[Slot, str], TieredTensor] = {}
 
-    def adopt(self, works: Sequence[Work]) -> None:
+    def adopt(self, works: Sequence[ParameterUpdate]) -> None:
         """State found in ``optimizer.state`` goes onto shelves; it comes back for the update."""
         for work in works:
             self._keep(work.entry, work.state)
 
     def forget(self, entry: Entry) -> None:
         """Give up its shelves."""
-        for key in [key for key in self._shelves if key[0] is entry.place.slot]:
-            self._shelves.pop(key).discard()
+        for key in [key for key in self._tiered_tensors if key[0] is entry.place.slot]:
+            self._tiered_tensors.pop(key).discard()
 
     def _keep(self, entry: Entry, state: dict[str, Any]) -> None:
         slot, bucket = entry.place.slot, self._bucket
         own = (len(bucket.plan.owned(slot, bucket.group.rank)),)
         for name, value in list(state.items()):
             if isinstance(value, torch.Tensor) and value.shape == own and name != "step":
-                shelf = self._shelves.get((slot, name)) or self._shelf(slot, name, value)
-                if value.data_ptr() != shelf.edit().data_ptr():
-                    shelf.edit().copy_(value)
+                tiered_tensor = self._tiered_tensors.get((slot, name)) or self._tiered_tensor(
+                    slot, name, value
+                )
+                if value.data_ptr() != tiered_tensor.edit().data_ptr():
+                    tiered_tensor.edit().copy_(value)
                 del state[name]
 
-    def _shelf(self, slot: Slot, name: str, value: torch.Tensor) -> Shelf:
+    def _tiered_tensor(self, slot: Slot, name: str, value: torch.Tensor) -> TieredTensor:
         where = self._bucket.name_of(f"{name} ({self._number}) of {slot.name}")
-        depot, device = self._bucket.depot, self._bucket.device
-        shelf = Shelf(depot, where, value.numel(), value.dtype, device, Tier.NVME)
-        self._shelves[slot, name] = shelf
-        return shelf
+        memory_tiers, device = self._bucket.memory_tiers, self._bucket.device
+        tiered_tensor = TieredTensor(
+            memory_tiers, where, value.numel(), value.dtype, device, Tier.NVME
+        )
+        self._tiered_tensors[slot, name] = tiered_tensor
+        return tiered_tensor
 
-    def wanted(self) -> list[Shelf]:
+    def wanted(self) -> list[TieredTensor]:
         """All of the state."""
-        return list(self._shelves.values())
+        return list(self._tiered_tensors.values())
 
-    def update(self, works: Sequence[Work], unscale: float) -> None:
+    def update(self, works: Sequence[ParameterUpdate], unscale: float) -> None:
         """The stock step, on this bucket's parameters alone."""
         for work in works:
             self._bring(work.entry, work.state)
@@ -311,32 +315,32 @@ class StockPart:
             optimizer.param_groups = groups
 
     def _bring(self, entry: Entry, state: dict[str, Any]) -> None:
-        for (slot, name), shelf in self._shelves.items():
+        for (slot, name), tiered_tensor in self._tiered_tensors.items():
             if slot is entry.place.slot:
-                state[name] = shelf.edit()
+                state[name] = tiered_tensor.edit()
 
     def read(self, entry: Entry, name: str) -> torch.Tensor | None:
         """From the state's shelf."""
-        shelf = self._shelves.get((entry.place.slot, name))
-        return None if shelf is None else _copy_of(shelf.read(), shelf)
+        tiered_tensor = self._tiered_tensors.get((entry.place.slot, name))
+        return None if tiered_tensor is None else _copy_of(tiered_tensor.read(), tiered_tensor)
 
     def write(self, entry: Entry, name: str, value: torch.Tensor) -> bool:
         """Onto the state's shelf."""
-        shelf = self._shelves.get((entry.place.slot, name))
-        if shelf is not None:
-            shelf.edit().copy_(value)
-            shelf.put_away().wait()
-        return shelf is not None
+        tiered_tensor = self._tiered_tensors.get((entry.place.slot, name))
+        if tiered_tensor is not None:
+            tiered_tensor.edit().copy_(value)
+            tiered_tensor.put_away().wait()
+        return tiered_tensor is not None
 
     def show(self, entry: Entry, state: dict[str, Any]) -> None:
         """Copies of what is on NVMe."""
-        for (slot, name), shelf in self._shelves.items():
+        for (slot, name), tiered_tensor in self._tiered_tensors.items():
             if slot is entry.place.slot:
-                state[name] = shelf.read().clone()
-                shelf.put_away().wait()
+                state[name] = tiered_tensor.read().clone()
+                tiered_tensor.put_away().wait()
 
     def hide(self, entry: Entry, state: dict[str, Any]) -> None:
         """Drop the copies."""
-        for slot, name in self._shelves:
+        for slot, name in self._tiered_tensors:
             if slot is entry.place.slot:
                 state.pop(name, None)

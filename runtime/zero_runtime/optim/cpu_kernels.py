@@ -18,7 +18,7 @@ Group = Mapping[str, Any]
 States = Mapping[str, torch.Tensor]
 
 
-class Recipe(NamedTuple):
+class CpuKernel(NamedTuple):
     """One optimizer's kernel. ``states`` are the names of its state tensors of the parameter's size;
     ``counts`` is whether it keeps the number of steps in its state, under ``step``.
     """
@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
     initial: Callable[[Group], float] = lambda group: 0.0
 
 
-def recipe_for(optimizer: torch.optim.Optimizer) -> Recipe | None:
+def cpu_kernel_for(optimizer: torch.optim.Optimizer) -> CpuKernel | None:
     """The optimizer's kernel; None where there is none.
 
     A subclass has its base's only if it steps as the base does.
@@ -103,12 +103,12 @@ def _lion(bucket: host.Bucket, states: States, step: int, group: Group) -> None:
     host.lion_step(bucket, states["exp_avg"], options)
 
 
-_ADAM = Recipe(_adam_states, _adam, counts=True)
+_ADAM = CpuKernel(_adam_states, _adam, counts=True)
 
-_RECIPES: dict[type[torch.optim.Optimizer], Recipe] = {
+_RECIPES: dict[type[torch.optim.Optimizer], CpuKernel] = {
     torch.optim.AdamW: _ADAM,
     torch.optim.Adam: _ADAM,
-    torch.optim.SGD: Recipe(_sgd_states, _sgd, counts=False),
-    torch.optim.Adagrad: Recipe(lambda group: ("sum",), _adagrad, True, _adagrad_initial),
-    Lion: Recipe(lambda group: ("exp_avg",), _lion, counts=False),
+    torch.optim.SGD: CpuKernel(_sgd_states, _sgd, counts=False),
+    torch.optim.Adagrad: CpuKernel(lambda group: ("sum",), _adagrad, True, _adagrad_initial),
+    Lion: CpuKernel(lambda group: ("exp_avg",), _lion, counts=False),
 }

@@ -9,9 +9,14 @@ import torch
 from zero_runtime.ir.plan import Tier
 from zero_runtime.module_hook import ModuleHook
 from zero_runtime.offload.memory_tiers import Moving
-from zero_runtime.offload.tiered_tensor import Shelf
-from zero_runtime.optim.bucket_state import KernelPart, Part, StockPart, Work
-from zero_runtime.optim.cpu_kernels import recipe_for
+from zero_runtime.offload.tiered_tensor import TieredTensor
+from zero_runtime.optim.bucket_state import (
+    BucketOptimizerState,
+    KernelState,
+    ParameterUpdate,
+    StockState,
+)
+from zero_runtime.optim.cpu_kernels import cpu_kernel_for
 from zero_runtime.optim.resume import Resume
 from zero_runtime.optim.update_pipeline import Stream, Task
 from zero_runtime.session import Session, session_of
@@ -41,10 +46,10 @@ class OffloadedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, resume: Resume) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._resume = resume
-        self._recipe = recipe_for(optimizer)
+        self._recipe = cpu_kernel_for(optimizer)
         self._members: list[Member] = []
         self._by_bucket: dict[Bucket, list[Member]] = {}
-        self._parts: dict[Bucket, Part] = {}
+        self._parts: dict[Bucket, BucketOptimizerState] = {}
         self._stream: Stream | None = None
         optimizer.register_state_dict_pre_hook(ModuleHook(self._show))
         optimizer.register_state_dict_post_hook(ModuleHook(self._hide))
@@ -98,7 +103,7 @@ class OffloadedOptimizer:
         unscale = _unscale(self._live())
         if unscale is None:
             return
-        works: dict[Bucket, list[Work]] = {}
+        works: dict[Bucket, list[ParameterUpdate]] = {}
         for member in self._members:
             entry = member.entry
             if entry.set_aside:
@@ -131,7 +136,7 @@ class OffloadedOptimizer:
     def _submit(
         self,
         bucket: Bucket,
-        works: Sequence[Work],
+        works: Sequence[ParameterUpdate],
         unscale: float,
         gradient: Moving | Arriving | None = None,
     ) -> None:
@@ -140,30 +145,32 @@ class OffloadedOptimizer:
         part = self._part(bucket)
         part.adopt(works)
 
-        def run() -> list[Shelf]:
+        def run() -> list[TieredTensor]:
             if gradient is not None:
                 gradient.land()
             part.update(works, unscale)
-            return [*bucket.shelves, *part.wanted()]
+            return [*bucket.tiered_tensors, *part.wanted()]
 
         self._streaming(bucket).submit(Task([*bucket.stepped_shelves, *part.wanted()], run))
 
     def _streaming(self, bucket: Bucket) -> Stream:
         if self._stream is None:
-            self._stream = Stream(bucket.depot.offload.sets)
+            self._stream = Stream(bucket.memory_tiers.offload.sets)
             weakref.finalize(self, self._stream.close)
         return self._stream
 
-    def _part(self, bucket: Bucket) -> Part:
+    def _part(self, bucket: Bucket) -> BucketOptimizerState:
         if bucket not in self._parts:
             if self._recipe is not None and self.has_kernel(bucket):
-                self._parts[bucket] = KernelPart(bucket, self._recipe)
+                self._parts[bucket] = KernelState(bucket, self._recipe)
             else:
-                self._parts[bucket] = StockPart(bucket, self._live())
+                self._parts[bucket] = StockState(bucket, self._live())
         return self._parts[bucket]
 
-    def _work(self, member: Member, group: dict[str, Any], gradient: torch.Tensor) -> Work:
-        return Work(member.entry, group, self._state(member), gradient)
+    def _work(
+        self, member: Member, group: dict[str, Any], gradient: torch.Tensor
+    ) -> ParameterUpdate:
+        return ParameterUpdate(member.entry, group, self._state(member), gradient)
 
     def _state(self, member: Member) -> dict[str, Any]:
         parameter = member.entry.parameter
@@ -234,8 +241,8 @@ class OffloadedOptimizer:
             part.adopt([self._work(member, member.group, torch.empty(0))])
         else:
             part.forget(member.entry)
-        for shelf in part.wanted():
-            shelf.put_away().wait()
+        for tiered_tensor in part.wanted():
+            tiered_tensor.put_away().wait()
 
 
 def _unscale(optimizer: torch.optim.Optimizer) -> float | None:

@@ -228,7 +228,7 @@ def _part(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in (state.items() if rounds else ())
         if isinstance(value, torch.Tensor) and value.dtype is not bucket.plan.torch_dtype
     }
-    masters = {_MASTER: bucket.exact(slot)} if rounds and bucket.shelves[1].used else {}
+    masters = {_MASTER: bucket.exact(slot)} if rounds and bucket.tiered_tensors[1].used else {}
     layout = _layout(bucket, slot)
     return {"name": entry.name, "layout": layout, "master": masters, "exact": exact}
 

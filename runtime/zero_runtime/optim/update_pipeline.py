@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zero_runtime.comm.transports import Transfer
-from zero_runtime.offload.tiered_tensor import Shelf
+from zero_runtime.offload.tiered_tensor import TieredTensor
 
 
 class Task(NamedTuple):
@@ -21,8 +21,8 @@ class Task(NamedTuple):
     ``run`` returns the shelves to put away afterwards.
     """
 
-    wanted: Sequence[Shelf]
-    run: Callable[[], Sequence[Shelf]]
+    wanted: Sequence[TieredTensor]
+    run: Callable[[], Sequence[TieredTensor]]
 
 
 class Stream:
@@ -49,8 +49,8 @@ class Stream:
         self._free.acquire()
         try:
             self._raise()
-            for shelf in task.wanted:
-                shelf.start_load()
+            for tiered_tensor in task.wanted:
+                tiered_tensor.start_load()
         except BaseException:
             self._free.release()
             raise
@@ -105,9 +105,9 @@ class Stream:
         """A failed task, and those after a failure, give their set back and change nothing more."""
         try:
             self._raise()
-            for shelf in task.wanted:
-                shelf.read()
-            self._writing.append([shelf.put_away() for shelf in task.run()])
+            for tiered_tensor in task.wanted:
+                tiered_tensor.read()
+            self._writing.append([tiered_tensor.put_away() for tiered_tensor in task.run()])
         except BaseException as error:
             self._error = self._error or error
             self._free.release()

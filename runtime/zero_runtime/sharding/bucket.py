@@ -12,13 +12,13 @@ import torch.distributed as dist
 from zero_runtime.comm.transports import Group, Transfer
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import BucketPlan, Policy, Slot, Stage, Tier, dtype_of, reduced_numel
+from zero_runtime.ir.plan import BucketPlan, Slot, Stage, StatePolicy, Tier, dtype_of, reduced_numel
 from zero_runtime.ir.strides import in_memory_order, lies_as
 from zero_runtime.memory import native
 from zero_runtime.memory.buffers import flat_buffer
 from zero_runtime.notices import Lines
-from zero_runtime.offload.memory_tiers import Depot, Moving
-from zero_runtime.offload.tiered_tensor import Shelf
+from zero_runtime.offload.memory_tiers import MemoryTiers, Moving
+from zero_runtime.offload.tiered_tensor import TieredTensor
 
 
 class Flight(NamedTuple):
@@ -33,7 +33,7 @@ class Flight(NamedTuple):
         return self.tensor
 
 
-_DEFAULT = Policy()
+_DEFAULT = StatePolicy()
 NOTHING: Mapping[Slot, torch.Tensor] = MappingProxyType({})
 
 
@@ -51,8 +51,8 @@ class Bucket:
         self,
         plan: BucketPlan,
         group: Group,
-        policy: Policy = _DEFAULT,
-        depot: Depot | None = None,
+        policy: StatePolicy = _DEFAULT,
+        memory_tiers: MemoryTiers | None = None,
     ) -> None:
         self.plan = plan
         self.policy = policy
@@ -65,10 +65,14 @@ class Bucket:
         """Whether the ranks have compared the values they put in."""
         self.warned: Lines = set()
         """Lines of the user's that were warned about gathering gradients."""
-        self.depot = depot if depot is not None else Depot(Offload())
+        self.memory_tiers = memory_tiers if memory_tiers is not None else MemoryTiers(Offload())
         numel = plan.padded if self.stays_whole else plan.chunk
-        self._weights = self._shelf("weights", numel, plan.torch_dtype, plan.residence.parameters)
-        self._masters = self._shelf("masters", plan.chunk, torch.float32, plan.residence.optimizer)
+        self._weights = self._tiered_tensor(
+            "weights", numel, plan.torch_dtype, plan.residence.parameters
+        )
+        self._masters = self._tiered_tensor(
+            "masters", plan.chunk, torch.float32, plan.residence.optimizer
+        )
         self._given = False
         """Whether parameters were given values since masters last followed them."""
         self._fetching: Moving | None = None
@@ -79,8 +83,8 @@ class Bucket:
             return self._alone
         return self._shared.setdefault(self.group.process_group, itertools.count())
 
-    def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
-        return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier)
+    def _tiered_tensor(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> TieredTensor:
+        return TieredTensor(self.memory_tiers, self.name_of(what), numel, dtype, self.device, tier)
 
     def name_of(self, what: str) -> str:
         """How ``what`` of this bucket is called on NVMe, and in messages about it."""
@@ -103,7 +107,7 @@ class Bucket:
         return own
 
     @property
-    def shelves(self) -> tuple[Shelf, Shelf]:
+    def tiered_tensors(self) -> tuple[TieredTensor, TieredTensor]:
         """What holds parameters: the shard (at stages 1 and 2 all), and float32 masters, unused without them."""
         return self._weights, self._masters
 
@@ -166,8 +170,8 @@ class Bucket:
         if self.lives_on_host == self.steps_on_host:
             return self._own(self._weights.edit())
         if self.steps_on_host:
-            return self.depot.to_host(self.shard).land()
-        return self.depot.to_device(self.shard, self.device).land()
+            return self.memory_tiers.to_host(self.shard).land()
+        return self.memory_tiers.to_device(self.shard, self.device).land()
 
     def _masters_now(self) -> torch.Tensor:
         """The masters. Each whose parameter was given another value than the master's own, rounded, has that.
@@ -191,17 +195,17 @@ class Bucket:
             self._own(self._weights.edit()).copy_(stepped)
 
     @property
-    def stepped_shelves(self) -> tuple[Shelf, ...]:
+    def stepped_shelves(self) -> tuple[TieredTensor, ...]:
         """What :meth:`open_step` reads."""
         if self.has_master and self._masters.used:
-            return self.shelves if self._given else (self._masters,)
+            return self.tiered_tensors if self._given else (self._masters,)
         return (self._weights,)
 
     def room_for_rounded(self) -> torch.Tensor:
         """Host memory ``[chunk]`` for rounded masters, to be filled and given to :meth:`take_rounded`."""
         if self.lives_on_host:
             return self._weights.overwrite()
-        return self.depot.host(self.plan.chunk, self.plan.torch_dtype)
+        return self.memory_tiers.host(self.plan.chunk, self.plan.torch_dtype)
 
     def take_rounded(self, rounded: torch.Tensor) -> None:
         """The shard becomes ``rounded``."""
@@ -213,29 +217,29 @@ class Bucket:
         if self._stepped is not None:
             return
         try:
-            for transfer in [shelf.put_away() for shelf in self.shelves]:
+            for transfer in [tiered_tensor.put_away() for tiered_tensor in self.tiered_tensors]:
                 transfer.wait()
         finally:
-            self.depot.slots.give(self)
+            self.memory_tiers.slots.give(self)
 
     def discard(self) -> None:
         """Give up all values: the parameters live elsewhere now."""
         self.drop_fetch()
-        for shelf in self.shelves:
-            shelf.discard()
-        self.depot.slots.give(self)
+        for tiered_tensor in self.tiered_tensors:
+            tiered_tensor.discard()
+        self.memory_tiers.slots.give(self)
 
     # -------------------------------------------------------------- from NVMe and host to the device
 
     def start_read(self) -> None:
         """Start reading the shard from NVMe, if it is there and a slot in host memory is free."""
-        if self._weights.away and self._fetching is None and self.depot.slots.take(self):
+        if self._weights.away and self._fetching is None and self.memory_tiers.slots.take(self):
             self._weights.start_load()
 
     def start_fetch(self) -> None:
         """Start copying the shard to the device, if it is not there."""
         if self.lives_on_host and self._fetching is None:
-            self._fetching = self.depot.to_device(self._weights.read(), self.device)
+            self._fetching = self.memory_tiers.to_device(self._weights.read(), self.device)
 
     def _here(self) -> torch.Tensor:
         """The shard on the device: where it lives, or as fetched for one gather."""
@@ -256,7 +260,7 @@ class Bucket:
 
     def evict(self, reduced: torch.Tensor) -> Moving:
         """Start moving a reduced gradient to where the bucket's optimizer works."""
-        return self.depot.to_host(reduced)
+        return self.memory_tiers.to_host(reduced)
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of what the shelf of weights holds."""

@@ -7,7 +7,7 @@ import torch
 from zero_runtime.sharding.bucket import Bucket, Flight
 
 
-class Carried:
+class GatherCache:
     """Flights by bucket and dtype. Valid until a parameter changes: then :meth:`drop` them."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class _Loan:
         return thorough and fingerprint(self.whole) != known.digest
 
 
-class Lent:
+class GatheredViews:
     """The copies that are out. ``store(entry, whole)`` puts one back."""
 
     def __init__(self, store: Callable[[Entry, torch.Tensor], None]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from zero_runtime import compat
 from zero_runtime.errors import ZeroError
 from zero_runtime.ir.plan import Stage
-from zero_runtime.memory.buffers import fingerprint, husk
+from zero_runtime.memory.buffers import fingerprint, without_storage
 from zero_runtime.memory.freed import refuse_reads
 from zero_runtime.sharding.sharded_gradient import Place, ShardedGradient, SpentGradient
 
@@ -130,14 +130,14 @@ class Entry:
         if gradient is not None:
             parameter.grad = self._as_kept(gradient)
 
-    def hollow(self, kind: type[nn.Parameter]) -> torch.Tensor:
+    def free_storage(self, kind: type[nn.Parameter]) -> torch.Tensor:
         """Make a placed parameter a ``kind`` without memory. Returns its value, for the caller to store."""
         parameter = self.parameter
         assert parameter is not None
         parameter.__class__ = nn.Parameter
         gradient, parameter.grad = parameter.grad, None
         whole: torch.Tensor = parameter.data
-        self._home = refuse_reads(husk(parameter), self.name)
+        self._home = refuse_reads(without_storage(parameter), self.name)
         parameter.data = self._home
         parameter.__class__ = kind
         self.state = ParameterState.SHARDED
@@ -146,7 +146,7 @@ class Entry:
             parameter.grad = self._as_kept(gradient)
         return whole
 
-    def rehouse(self, whole: torch.Tensor) -> None:
+    def restore(self, whole: torch.Tensor) -> None:
         """Make a partitioned parameter an ordinary one with the value ``whole``, in no bucket."""
         parameter = self.parameter
         assert parameter is not None
@@ -181,7 +181,7 @@ class Entry:
         parameter = self.parameter
         return 0 if parameter is None else parameter._version
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """The inverse of :meth:`hold`; the bucket's value counts. Nothing while the parameter is pinned."""
         if self.pinned:
             return
@@ -191,7 +191,7 @@ class Entry:
         self.state = ParameterState.SHARDED
 
     def unpin(self, *, at_once: bool) -> bool:
-        """Have :meth:`let_go` free the memory, ``at_once`` or if no autograd graph needs it. Whether it will."""
+        """Have :meth:`reshard` free the memory, ``at_once`` or if no autograd graph needs it. Whether it will."""
         parameter = self.parameter
         if not at_once and parameter is not None and compat.autograd_holds(parameter):
             return False
@@ -235,7 +235,7 @@ class Entry:
         bucket, slot = self.place
         if not bucket.stays_whole:
             bucket.store(slot, parameter.detach())
-            return refuse_reads(husk(parameter), self.name)
+            return refuse_reads(without_storage(parameter), self.name)
         home = bucket.whole(slot, bucket.flat)
         home.copy_(parameter.detach())
         return home

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from zero_runtime.comm.transports import Group, Several, Transfer
-from zero_runtime.ir.plan import BucketPlan, Policy, Slot, Tier, TiledPlan, bounds_of
+from zero_runtime.ir.plan import BucketPlan, Slot, StatePolicy, Tier, TiledPlan, bounds_of
 from zero_runtime.memory.buffers import flat_buffer
-from zero_runtime.offload.memory_tiers import Depot, Moving
-from zero_runtime.offload.tiered_tensor import Shelf, Window
+from zero_runtime.offload.memory_tiers import MemoryTiers, Moving
+from zero_runtime.offload.tiered_tensor import TieredTensor, Window
 from zero_runtime.sharding.bucket import NOTHING, Bucket, Flight
 
-_DEFAULT = Policy()
+_DEFAULT = StatePolicy()
 
 
 class Arriving(NamedTuple):
@@ -67,12 +67,14 @@ class Tile(Bucket):
     def __init__(self, whole: "TiledBucket", plan: BucketPlan, number: int) -> None:
         self._whole = whole
         self._number = number
-        super().__init__(plan, whole.group, whole.policy, whole.depot)
+        super().__init__(plan, whole.group, whole.policy, whole.memory_tiers)
 
-    def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
+    def _tiered_tensor(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> TieredTensor:
         if what == "weights":
-            return Window(self._whole.shelves[0], self._number, self.depot, self.device)
-        return super()._shelf(what, numel, dtype, tier)
+            return Window(
+                self._whole.tiered_tensors[0], self._number, self.memory_tiers, self.device
+            )
+        return super()._tiered_tensor(what, numel, dtype, tier)
 
     @property
     def home(self) -> "TiledBucket":
@@ -127,11 +129,11 @@ class TiledBucket(Bucket):
         self,
         plan: TiledPlan,
         group: Group,
-        policy: Policy = _DEFAULT,
-        depot: Depot | None = None,
+        policy: StatePolicy = _DEFAULT,
+        memory_tiers: MemoryTiers | None = None,
     ) -> None:
         self.plan = plan
-        super().__init__(plan, group, policy, depot)
+        super().__init__(plan, group, policy, memory_tiers)
         self.tiles = tuple(Tile(self, tile, n) for n, tile in enumerate(plan.tiles))
         bounds = bounds_of(tile.chunk for tile in plan.tiles)
         self._bounds = dict(zip(self.tiles, bounds, strict=True))
@@ -139,9 +141,11 @@ class TiledBucket(Bucket):
         self._reduced: set[Tile] = set()
         self._evicting: dict[Tile, Moving | _Added] = {}
 
-    def _shelf(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> Shelf:
+    def _tiered_tensor(self, what: str, numel: int, dtype: torch.dtype, tier: Tier) -> TieredTensor:
         pieces = [tile.chunk for tile in self.plan.tiles]
-        return Shelf(self.depot, self.name_of(what), numel, dtype, self.device, tier, pieces)
+        return TieredTensor(
+            self.memory_tiers, self.name_of(what), numel, dtype, self.device, tier, pieces
+        )
 
     def drop_fetch(self) -> None:
         """What was fetched ahead, of the whole or of tiles, is about to be out of date."""
@@ -242,17 +246,17 @@ class TiledBucket(Bucket):
         """Start moving the tile's gradient to the host; a later one is added there."""
         earlier = self._evicting.get(tile)
         if earlier is None:
-            moving = self.depot.to_host(reduced, into=self.room_for(tile))
+            moving = self.memory_tiers.to_host(reduced, into=self.room_for(tile))
             self._evicting[tile] = moving
             return moving
-        moving = self.depot.to_host(reduced)
+        moving = self.memory_tiers.to_host(reduced)
         self._evicting[tile] = _Added(earlier, moving)
         return moving
 
     def _whole_gradient(self) -> torch.Tensor:
         if self._gradient is None:
             if self.evicts:
-                self._gradient = self.depot.host(self.plan.chunk, self.plan.torch_dtype)
+                self._gradient = self.memory_tiers.host(self.plan.chunk, self.plan.torch_dtype)
             else:
                 self._gradient = self._flat(self.plan.chunk)
         return self._gradient

@@ -32,7 +32,7 @@ class Updater(Protocol):
         """Start the bucket's update. What is returned waits for it."""
 
 
-class Updates:
+class BackwardUpdates:
     """Which buckets of a session are updated in backward, and which were since the last step."""
 
     def __init__(self, wanted: bool) -> None:
