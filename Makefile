@@ -21,9 +21,12 @@ HEADERS := import sysconfig, importlib.util as u; \
   print("-isystem", u.find_spec("torch").submodule_search_locations[0] + "/include", \
         "-isystem", sysconfig.get_path("include"))
 
-.PHONY: demo test fuzz browser lint lint-cuda bench zoo asan tsan valgrind format clean install
+.PHONY: help quick slow demo test fuzz browser lint lint-cuda bench zoo asan tsan valgrind format clean install
 
-install: $(VENV)/.installed
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | awk -F '\t' '{ printf "  %-10s %s\n", $$1, $$2 }'
+
+install: $(VENV)/.installed  ## the environment in .venv, which every other target makes too
 
 # torch first and alone: the extension is built against it, so pip must not bring another one.
 $(VENV)/.installed: pyproject.toml setup.py $(CSRC)
@@ -32,17 +35,26 @@ $(VENV)/.installed: pyproject.toml setup.py $(CSRC)
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,lint,bench]" $(TORCH)
 	touch $@
 
-demo: install
+demo: install  ## a minute of training on two local ranks
 	$(TORCHRUN) examples/demo.py --time-budget 60 --output runs/demo
 
 # Neighbours in a process, since processes of ranks are kept from test to test.
-test: install browser
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: install browser  ## the tests, but for those that take longest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+slow: install  ## the tests that take longest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# Structure, passes, planner and one training on two ranks.
+quick: install  ## a minute of tests, to run after each change
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/test_structure.py tests/ir tests/passes \
+	  tests/scheduler tests/simulator tests/compiler/test_bucketing.py tests/compiler/test_verify.py \
+	  tests/programs/test_training.py::test_inference_graphs_between_training_steps
 
 # Random training programs, each compared with its unsharded run.
 PROGRAMS ?= 3000
 SEED ?= 0
-fuzz: install
+fuzz: install  ## random training programs; PROGRAMS=200 SEED=1 say how many, which
 	$(BIN)/python tests/support/fuzz.py --programs $(PROGRAMS) --seed $(SEED)
 
 # The browser that the tests of the page drive; where it cannot be installed they are skipped.
@@ -52,7 +64,7 @@ browser:
 	  { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1; } || \
 	echo "no Chromium here: the tests of the page in a browser will be skipped"
 
-lint: install
+lint: install  ## ruff, mypy, clang-format: looks, changes nothing
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy
@@ -70,37 +82,37 @@ lint-cuda: install
 	xargs -P 2 -I SOURCE $(NVCC) $(NVCC_FLAGS) $$headers SOURCE
 endif
 
-format: install
+format: install  ## ruff and clang-format: changes what they can
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/ruff format $(PACKAGES)
 	$(BIN)/clang-format -i $(CSRC)
 
-bench: install
+bench: install  ## side by side with other ways to train
 	$(BIN)/python -m bench
 
-zoo: install
+zoo: install  ## every model of the zoo, partitioned and unsharded
 	$(BIN)/python tests/support/zoo.py --bf16
 
 # The C++ tests of the swap engine, which need neither Python nor torch, under a sanitizer.
 CHECKED ?= build/checked
 CHECK := $(CXX) -std=c++17 -g1 -Wall -Wextra -Werror -pthread csrc/tests/swap_test.cpp
 
-asan:
+asan:  ## the swap engine under the address sanitizer
 	mkdir -p $(CHECKED)
 	$(CHECK) -fsanitize=address,undefined -fno-sanitize-recover=all -o $(CHECKED)/asan
 	$(CHECKED)/asan $(CHECKED)
 
-tsan:
+tsan:  ## the swap engine under the thread sanitizer
 	mkdir -p $(CHECKED)
 	$(CHECK) -fsanitize=thread -o $(CHECKED)/tsan
 	$(CHECKED)/tsan $(CHECKED)
 
 # Without io_uring: valgrind runs one thread at a time, and waits in the kernel with it.
-valgrind:
+valgrind:  ## the swap engine under valgrind
 	@command -v valgrind >/dev/null || { echo "valgrind is not installed: install it, or run make asan and make tsan"; exit 1; }
 	mkdir -p $(CHECKED)
 	$(CHECK) -O1 -o $(CHECKED)/plain
 	valgrind --quiet --error-exitcode=1 --leak-check=full $(CHECKED)/plain $(CHECKED) threads
 
-clean:
+clean:  ## removes what the targets have made
 	rm -rf $(VENV) build runs *.egg-info runtime/zero_runtime/*.so

@@ -88,7 +88,7 @@ def _digest(losses: list[float], gradient: torch.Tensor) -> str:
 def measure(shape: Shape) -> Measured:
     """Two steps on two new processes."""
     found: Any = multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_train, args=(shape, free_port(), found), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    spawn(_train, args=(shape, free_port(), found), nprocs=WORLD)
     measured: Measured = found.get()
     return measured
 

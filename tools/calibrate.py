@@ -1,4 +1,4 @@
-"""Measure this machine and write its hardware profile: ``python -m tools.calibrate --output my.json``.
+"""Measure this machine and write its hardware profile: ``python -m zero_compile.tools.calibrate --output my.json``.
 
 Each figure is the best of many repetitions, as one rank sees it: with its share of the cores, while
 the other ranks are idle. A profile that is measured says what was reached, so nothing is deducted.
@@ -166,8 +166,8 @@ def intra_node_link(device: torch.device, work: Effort) -> Link:
 def start_rank(rank: int, arguments: list[str]) -> Rank:
     """A process of its own, on the loopback interface."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.calibrate_ranks", str(rank), *arguments],
-        cwd=Path(__file__).resolve().parent.parent,
+        [sys.executable, "-m", f"{__package__}.calibrate_ranks", str(rank), *arguments],
+        cwd=Path(__file__).resolve().parent.parent if __package__ == "tools" else None,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Show what a training step would do: ``python -m tools.dump_schedule hf:llama-3-8b --world-size 64``.
+"""Show what a training step would do: ``python -m zero_compile.tools.dump_schedule hf:llama-3-8b --world-size 64``.
 
 Nothing is allocated and no other rank is needed: parameters are fake, ranks imagined. TARGET is a
 model (``hf:NAME``, ``package.module:callable``, ``path/to/file.py:callable``) or a JSON file that this
@@ -17,18 +17,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tools import document
-from tools.document import Document
-from tools.models import Shape
-from tools.plan_tables import buckets_table, steps_table, summary
-from tools.render import diff, page, tables, trace
-from tools.render.tables import channel_text, si_bytes
-from tools.sizing import Wanted, formula, largest_batch
 from zero_compile.analysis.tiers import is_evicted
 from zero_compile.api.preview import GraphPreview, Preview
 from zero_compile.simulator.explain import explain
 from zero_runtime.errors import OptionError, ZeroError
 from zero_runtime.ir.plan import Channel, StepKind, dtype_of, reduced_numel
+
+from . import document
+from .document import Document
+from .models import Shape
+from .plan_tables import buckets_table, steps_table, summary
+from .render import diff, page, tables, trace
+from .render.tables import channel_text, si_bytes
+from .sizing import Wanted, formula, largest_batch
 
 _MANY = 200
 _OUT = {"dir_okay": False, "writable": True}

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tools.gpu_check_list import CHECKS, ROOT, Check, NotHere
+from .gpu_check_list import CHECKS, ROOT, Check, NotHere
 
 NO_GPU = 2
 COMPILE_THREADS = 4  # of each check
@@ -106,7 +106,7 @@ def _outside(check: Check, device: str, deadline: float) -> Outcome:
     start = time.monotonic()
     if start >= deadline:
         return Outcome(check.name, Verdict.FAILED, 0.0, "no time was left for it")
-    command = [sys.executable, "-m", "tools.gpu_check", "--inside", "--device", device]
+    command = [sys.executable, "-m", f"{__package__}.gpu_check", "--inside", "--device", device]
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(COMPILE_THREADS), **os.environ}
     with _process([*command, "--only", check.name], environment) as process:
         try:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from tools.gpu_check_rank import MET, WORLD
-from tools.gpu_check_training import TOLERANCE, Size, batches, difference, make, train
 from zero_compile.api.preview import preview
 from zero_runtime.memory import native
 from zero_runtime.offload.host_copies import Pool, cuda_extension, transfers_for
 from zero_runtime.optim import cpu_optimizer
 from zero_runtime.optim.cpu_optimizer import AdamOptions, Bucket, adam_step
+
+from .gpu_check_rank import MET, WORLD
+from .gpu_check_training import TOLERANCE, Size, batches, difference, make, train
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -132,7 +133,7 @@ def _losses_of_ranks(backend: str, device: torch.device) -> list[float]:
         arguments = [f"{folder}/store", backend, device.type]
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tools.gpu_check_rank", str(rank), *arguments],
+                [sys.executable, "-m", f"{__package__}.gpu_check_rank", str(rank), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

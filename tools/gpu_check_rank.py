@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tools.gpu_check_training import Size, train
+from .gpu_check_training import Size, train
 
 WORLD = 2
 MET = "the ranks have met"

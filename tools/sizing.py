@@ -6,11 +6,12 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from tools.models import Shape, model_maker
-from tools.render.tables import si_bytes
 from zero_compile.api.preview import Preview, preview
 from zero_compile.config.sizes import parse_bytes
 from zero_runtime.errors import OptionError, PlanError
+
+from .models import Shape, model_maker
+from .render.tables import si_bytes
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ BACKENDS = (zero1, zero2, zero3)
 HOOKS.install(partial(refuse_unseen, backends=BACKENDS))
 
 
-class JointPartitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
+class JointPartitioner(compat.CustomPartitionerFn):
     """Cuts the joint graph so that backward gathers again, and lowers both halves together.
 
     Inductor keeps its config, and so this object, for longer than it compiles: longer than the model may live.

@@ -325,7 +325,7 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
 def after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` once the backward under way is complete, or now if there is none."""
     if in_backward():
-        torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(function)
     else:
         function()
 

@@ -35,7 +35,7 @@ COMPUTED = (Category.ACTIVATIONS, Category.GATHERED, Category.GRADIENTS)
 
 
 class Case(NamedTuple):
-    """A module that returns its loss, what it is called with, and whether with sizes left open or under bfloat16 autocast."""
+    """A module that returns its loss, what it is called with, and how: sizes left open, bfloat16 autocast."""
 
     model: nn.Module
     inputs: tuple[torch.Tensor, ...]

@@ -7,7 +7,10 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tools.render.measures import (
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Timeline
+
+from .measures import (
     Traffic,
     at_peak,
     exposed_by_channel,
@@ -16,9 +19,7 @@ from tools.render.measures import (
     used_categories,
     used_channels,
 )
-from tools.render.tables import channel_text, percent, seconds_text, si_bytes
-from zero_runtime.ir.plan import Channel
-from zero_runtime.ir.timeline import Timeline
+from .tables import channel_text, percent, seconds_text, si_bytes
 
 #: Shifts shorter than this (seconds) are noise.
 _NOTICEABLE = 1e-9

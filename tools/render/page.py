@@ -8,16 +8,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tools.render.measures import (
+from zero_runtime.ir.plan import Channel
+from zero_runtime.ir.timeline import Category, Event, Timeline
+
+from .measures import (
     at_peak,
     exposed_by_channel,
     overlap_efficiency,
     used_categories,
     used_channels,
 )
-from tools.render.tables import channel_text, percent, seconds_text, si_bytes
-from zero_runtime.ir.plan import Channel
-from zero_runtime.ir.timeline import Category, Event, Timeline
+from .tables import channel_text, percent, seconds_text, si_bytes
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

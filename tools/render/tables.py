@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from tools.render.measures import (
+from zero_runtime.ir.timeline import Event, Timeline
+
+from .measures import (
     at_peak,
     exposed_by_channel,
     most_of_each,
@@ -14,7 +16,6 @@ from tools.render.measures import (
     traffic,
     used_categories,
 )
-from zero_runtime.ir.timeline import Event, Timeline
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIMES = ((1e-6, "ns", 1e9), (1e-3, "µs", 1e6), (1.0, "ms", 1e3), (float("inf"), "s", 1.0))

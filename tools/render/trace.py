@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tools.render.measures import used_categories, used_channels
 from zero_runtime.ir.plan import Channel
 from zero_runtime.ir.timeline import Event, Timeline
+
+from .measures import used_categories, used_channels
 
 #: A thread id for each channel, in the order the lanes are shown.
 _LANES = {channel: number for number, channel in enumerate(Channel)}

@@ -128,7 +128,7 @@ def _kind(node: Node, source: Kind | None) -> Kind:
         return Kind.OUTPUT
     target = node.target
     if target in _OF_THE_SCHEDULE:
-        return _OF_THE_SCHEDULE[target]  # type: ignore[index]
+        return _OF_THE_SCHEDULE[target]
     if target is operator.getitem and source is not None:
         return source
     if not isinstance(target, torch._ops.OpOverload):

@@ -57,7 +57,7 @@ def plans(model: nn.Module) -> list[Plan]:
 def timelines(model: nn.Module) -> list[Timeline]:
     """What the model's last step did when, as recorded on this rank: one timeline a session.
 
-    ``python -m tools.dump_schedule --html page.html recorded.json predicted.json`` shows both.
+    ``python -m zero_compile.tools.dump_schedule --html page.html recorded.json predicted.json`` shows both.
 
     Raises:
         ZeroError: the model was not compiled with ``options={"record": True}``.
@@ -95,7 +95,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             [*gradients.host, *states.host, *_held((*weights, *masters), here=False)]
         ),
         nvme=sum(
-            memory_tiers.swapped_bytes for session in owners for memory_tiers in session.all_memory_tiers
+            memory_tiers.swapped_bytes
+            for session in owners
+            for memory_tiers in session.all_memory_tiers
         ),
     )
 

@@ -73,7 +73,7 @@ class Engine:
         if self._batch.accumulation > 1 or self._loss_scale is not None:
             for value in compat.pytree.tree_leaves(output):
                 if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
-                    value.register_hook(self._averaged)  # type: ignore[no-untyped-call]
+                    value.register_hook(self._averaged)
         return output
 
     def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Engine:
         scaled = loss if self._loss_scale is None else self._loss_scale.scale(loss)
         self._in_backward = True
         try:
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            scaled.backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return loss

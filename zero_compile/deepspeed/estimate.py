@@ -2,7 +2,7 @@
 
 Sources are DeepSpeed's: 16-bit parameters 2 bytes, 16-bit gradients 2, float32 gradients 4, float32
 parameters 4, Adam's state 8. Activations are not included. What a step of zero_compile itself needs is
-what ``python -m tools.dump_schedule`` shows.
+what ``python -m zero_compile.tools.dump_schedule`` shows.
 """
 
 from collections.abc import Iterable

@@ -180,7 +180,7 @@ def _source(node: Node) -> Node:
 
 def _number(node: Any) -> float | None:
     known = node.target in (aten.scalar_tensor.default, aten.full.default)
-    return node.args[-1] if known else None  # type: ignore[no-any-return]
+    return node.args[-1] if known else None
 
 
 def _parts(gradient: Node, bounds: Sequence[tuple[int, int]]) -> list[list[Node]] | None:

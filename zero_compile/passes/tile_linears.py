@@ -231,7 +231,7 @@ def _behind(node: Node) -> AbstractContextManager[Any]:
     place = node
     while place.op == "placeholder" and place.next.op == "placeholder":
         place = place.next
-    return node.graph.inserting_before(place.next)  # type: ignore[no-any-return]
+    return node.graph.inserting_before(place.next)
 
 
 def _terms(gradient: Node) -> list[Node]:

@@ -57,8 +57,9 @@ class Unsharded:
             self.abandon()
         if lost:
             raise ZeroError(
-                f"{', '.join(lost)} changed while held whole, on this rank or another, and no modifier_rank says whose change counts: "
-                "every rank has its own copy. Give GatheredParameters a modifier_rank; the change is undone."
+                f"{', '.join(lost)} changed while held whole, on this rank or another, and no modifier_rank says "
+                "whose change counts: every rank has its own copy. Give GatheredParameters a modifier_rank; the "
+                "change is undone."
             )
 
     def abandon(self) -> None:

@@ -1,8 +1,8 @@
 """The operators that stand in compiled graphs.
 
 Three are logical and exist only between capture and lowering (``gather``, ``reduce``, ``join``); the
-others are the schedule's nodes, and the executor says what they do (:func:`implement`). How their order is pinned: every
-starting or releasing operator *mutates* the graph's token and every wait *reads* it, so
+others are the schedule's nodes, and the executor says what they do (:func:`implement`). How their
+order is pinned: every starting or releasing operator *mutates* the graph's token and every wait *reads* it, so
 any compiler that respects mutation keeps them in sequence; ``release`` also mutates the gathered
 buffer, and ``offload_wait`` the saved tensor, so every reader comes before it. ``all_gather_wait``
 returns a view of its ticket: a compiler that tracks aliases then never reuses the gathered memory

@@ -30,13 +30,13 @@ class PendingNorm(torch.Tensor):
     def __new__(
         cls, powers: torch.Tensor, order: float, group: Group, names: tuple[str, ...]
     ) -> "PendingNorm":
-        wrapper: PendingNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: PendingNorm = torch.Tensor._make_wrapper_subclass(
             cls, powers.shape, dtype=powers.dtype, device=powers.device
         )
         wrapper.powers, wrapper.order, wrapper.group, wrapper.names = powers, order, group, names
         return wrapper
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingNorm(order={self.order}, shape={tuple(self.shape)})"

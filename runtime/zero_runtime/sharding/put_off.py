@@ -100,13 +100,13 @@ class PutOffGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, parts: PutOff) -> "PutOffGradient":
         bucket, slot = parts.place
-        wrapper: PutOffGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: PutOffGradient = torch.Tensor._make_wrapper_subclass(
             cls, slot.shape, strides=slot.stride, dtype=bucket.gradient_dtype, device=bucket.device
         )
         wrapper.parts = parts
         return wrapper
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PutOffGradient({self.parts.place.slot.name}, shape={tuple(self.shape)})"

@@ -49,7 +49,7 @@ class ShardedGradient(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, place: Place, dtype: torch.dtype | None = None
     ) -> "ShardedGradient":
-        wrapper: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls,
             place.slot.shape,
             strides=place.slot.stride,
@@ -65,7 +65,7 @@ class ShardedGradient(torch.Tensor):
         """The dtype shown in place of ``local``'s; None where they are the same."""
         return None if self.dtype is self.local.dtype else self.dtype
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __repr__(self) -> str:  # type: ignore[override]
         slot = self.place.slot
@@ -157,13 +157,13 @@ class SpentGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, place: Place) -> "SpentGradient":
         bucket, slot = place
-        wrapper: SpentGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: SpentGradient = torch.Tensor._make_wrapper_subclass(
             cls, slot.shape, strides=slot.stride, dtype=bucket.gradient_dtype, device=bucket.device
         )
         wrapper.place = place
         return wrapper
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SpentGradient({self.place.slot.name}, shape={tuple(self.shape)})"

@@ -19,7 +19,7 @@ class WholeGradient(torch.Tensor):
 
     plain: torch.Tensor
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def numpy(self, *, force: bool = False) -> Any:
         """As :meth:`torch.Tensor.numpy`, of an array that cannot be written to."""

@@ -329,7 +329,7 @@ _CHECKPOINTING = _alike(
     "profile",
 )
 
-_TOOL = "python -m tools.dump_schedule shows times and bytes"
+_TOOL = "python -m zero_compile.tools.dump_schedule shows times and bytes"
 
 _MONITORS = (
     *_alike("tensorboard", _NOTED, _LOG, "enabled", "output_path", "job_name"),
@@ -380,7 +380,10 @@ _WHOLE_SECTIONS = _section(
     "",
     {
         "elasticity": (_REFUSED, "restart with another number of ranks instead"),
-        "autotuning": (_REFUSED, "python -m tools.dump_schedule --largest-batch finds what fits"),
+        "autotuning": (
+            _REFUSED,
+            "python -m zero_compile.tools.dump_schedule --largest-batch finds what fits",
+        ),
         "hybrid_engine": (_REFUSED, "the compiled model also runs under no_grad"),
         "pipeline": (_REFUSED, "there is no pipeline parallelism here"),
         "tensor_parallel": (_REFUSED, "there is no tensor parallelism here"),
