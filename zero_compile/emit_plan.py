@@ -16,7 +16,6 @@ from zero_runtime.ir.plan import (
     Phase,
     Plan,
     Saved,
-    Stage,
     StatePolicy,
     Step,
     StepKind,
@@ -24,6 +23,7 @@ from zero_runtime.ir.plan import (
     dtype_name,
     dtype_of,
     reduced_numel,
+    reducing_bytes,
 )
 
 _DEFAULT = StatePolicy()
@@ -143,7 +143,7 @@ class _Ledger:
         if kind is StepKind.ALL_GATHER_START:
             self._gather(node, bucket, dtype)
         if kind is StepKind.REDUCE_SCATTER_START:
-            self.reducing += self._reducing_bytes(bucket)
+            self.reducing += reducing_bytes(bucket, self._policy)
             self.gradients += (
                 reduced_numel(bucket, self._policy.stage) * bucket.torch_dtype.itemsize
             )
@@ -160,13 +160,7 @@ class _Ledger:
             free = {g for g in _gradients(node) if self.last_reader[g] is node}
             self.gradients -= sum(_nbytes(g) for g in free)
         if kind is StepKind.REDUCE_SCATTER_WAIT:
-            self.reducing -= self._reducing_bytes(bucket)
-
-    def _reducing_bytes(self, bucket: BucketPlan) -> int:
-        dtype = self._policy.reduce_dtype or bucket.dtype
-        if self._policy.stage is Stage.OPTIMIZER:  # in place, unless in another dtype
-            return 0 if dtype == bucket.dtype else bucket.padded * dtype_of(dtype).itemsize
-        return bucket.reducing_bytes(dtype_of(dtype))
+            self.reducing -= reducing_bytes(bucket, self._policy)
 
 
 def _step(position: int, node: Node, ledger: _Ledger, saved: Mapping[int, Saved]) -> Step:

@@ -30,7 +30,17 @@ from zero_compile.passes.release_after_last_reader import release_after_last_rea
 from zero_compile.passes.schedule_ahead import schedule_ahead
 from zero_compile.scheduler.decide_schedule import GraphSchedule
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Channel, Phase, Plan, Residence, StepKind, Tier
+from zero_runtime.ir.plan import (
+    BucketPlan,
+    Channel,
+    Phase,
+    Plan,
+    Residence,
+    StatePolicy,
+    StepKind,
+    Tier,
+    reducing_bytes,
+)
 
 GRAPHS = (FORWARD, BACKWARD, INFERENCE)
 
@@ -134,7 +144,7 @@ def recount(gm: GraphModule, buckets: Sequence[BucketPlan]) -> list[tuple[int, i
             continue
         gathered = sum(size for first, last, size in [*gathers, *shards] if first <= now <= last)
         reducing = sum(
-            b.reducing_bytes()
+            reducing_bytes(b, StatePolicy())
             for first, last, b in reductions
             if place(first) <= now <= place(last)
         )
@@ -270,7 +280,7 @@ def test_gathering_further_ahead_never_holds_less_and_never_more_than_everything
 
 def test_one_reduction_is_held_at_a_time():
     plan = mlp().plans[BACKWARD]
-    assert plan.peak_reducing_bytes == max(b.reducing_bytes() for b in plan.buckets)
+    assert plan.peak_reducing_bytes == max(reducing_bytes(b, StatePolicy()) for b in plan.buckets)
 
 
 def test_one_rank_alone_holds_nothing_that_moves():

@@ -20,10 +20,13 @@ from zero_runtime.ir.plan import (
     Plan,
     Range,
     Slot,
+    Stage,
+    StatePolicy,
     Step,
     StepKind,
     dtype_name,
     dtype_of,
+    reducing_bytes,
 )
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -148,15 +151,22 @@ def test_a_gather_occupies_the_padded_bucket_in_its_own_dtype():
 
 
 def test_a_reduction_occupies_what_is_sent_and_what_is_received():
-    assert bucket().reducing_bytes() == 2 * 512
-    assert bucket(dtype="bfloat16").reducing_bytes() == 2 * 256
+    assert reducing_bytes(bucket(), StatePolicy()) == 2 * 512
+    assert reducing_bytes(bucket(dtype="bfloat16"), StatePolicy()) == 2 * 256
 
 
 def test_one_rank_alone_moves_nothing_unless_a_cast_needs_room():
     alone = bucket(world_size=1)
     assert alone.gathered_bytes(torch.float32) == 0
     assert alone.gathered_bytes(torch.bfloat16) == 64 * 2
-    assert alone.reducing_bytes() == 0
+    assert reducing_bytes(alone, StatePolicy()) == 0
+    assert reducing_bytes(alone, StatePolicy(reduce_dtype="bfloat16")) == alone.padded * 2
+
+
+def test_stage_1_averages_in_place_unless_a_cast_needs_room() -> None:
+    first, plan = Stage.OPTIMIZER, bucket()
+    assert reducing_bytes(plan, StatePolicy(first)) == 0
+    assert reducing_bytes(plan, StatePolicy(first, reduce_dtype="bfloat16")) == plan.padded * 2
 
 
 def test_peaks_are_the_most_held_by_any_step():

@@ -28,7 +28,12 @@ from zero_compile.analysis.fusion import Fusion, Index, Kind, nbytes
 from zero_compile.analysis.fx_graph import bucket_number, positions, reloads
 from zero_compile.analysis.tiers import gathered_in_place, is_evicted, shard_bytes
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Stage, StatePolicy, dtype_of, reduced_numel
+from zero_runtime.ir.plan import (
+    BucketPlan,
+    StatePolicy,
+    reduced_numel,
+    reducing_bytes,
+)
 from zero_runtime.ir.timeline import Category
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -370,10 +375,7 @@ class _Builder:
         if not self._buckets:
             return 2 * sum(nbytes(self._index.nodes[g]) for g in self._index.gradients(place))
         bucket = self._buckets[node.args[2]]  # type: ignore[index]
-        dtype = self._policy.reduce_dtype or bucket.dtype
-        if self._policy.stage is Stage.OPTIMIZER:  # in place, unless in another dtype
-            return 0 if dtype == bucket.dtype else bucket.padded * dtype_of(dtype).itemsize
-        return bucket.reducing_bytes(dtype_of(dtype))
+        return reducing_bytes(bucket, self._policy)
 
     def _category(self, place: int) -> Category:
         reduced = place in self._fusion.reduced

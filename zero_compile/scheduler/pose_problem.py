@@ -30,7 +30,15 @@ from zero_compile.analysis.tiers import (
 )
 from zero_compile.scheduler.problem import Gather, Problem, Reduce
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import BucketPlan, Channel, Stage, StatePolicy, dtype_name, dtype_of
+from zero_runtime.ir.plan import (
+    BucketPlan,
+    Channel,
+    StatePolicy,
+    dtype_name,
+    dtype_of,
+    reduce_dtype,
+    reducing_bytes,
+)
 from zero_runtime.ir.timeline import Category
 
 #: Transfers are planned as if they took this much longer, so that a late one still hides.
@@ -189,10 +197,9 @@ def _reduction(
     number: int, buckets: Sequence[BucketPlan], policy: StatePolicy, hardware: Hardware, ready: int
 ) -> Reduce:
     bucket = buckets[number]
-    dtype = dtype_of(policy.reduce_dtype or bucket.dtype)
-    moved = bucket.padded * dtype.itemsize
+    moved = bucket.padded * reduce_dtype(bucket, policy).itemsize
     seconds = collective_seconds(Channel.REDUCE_SCATTER, moved, bucket.world_size, hardware)
-    held = 0 if policy.stage is Stage.OPTIMIZER else bucket.reducing_bytes(dtype)
+    held = reducing_bytes(bucket, policy)
     reduction = Reduce(number, MARGIN * seconds, held, ready, moved)
     if not is_evicted(bucket, policy.stage):
         return reduction

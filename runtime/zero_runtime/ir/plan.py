@@ -183,16 +183,6 @@ class BucketPlan:
             return 0
         return self.padded * dtype.itemsize
 
-    def reducing_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Memory one reduction in ``dtype`` (None: the stored one) occupies at most.
-
-        What is sent, and room to receive the others' parts; one rank alone reduces in place, unless
-        a cast needs room.
-        """
-        dtype = dtype or self.torch_dtype
-        copies = 2 if self.world_size > 1 else int(dtype is not self.torch_dtype)
-        return copies * self.padded * dtype.itemsize
-
 
 @dataclass(frozen=True)
 class TiledPlan(BucketPlan):
@@ -387,6 +377,24 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
     return dtype
+
+
+def reduce_dtype(plan: BucketPlan, policy: StatePolicy) -> torch.dtype:
+    """What the bucket's gradients are packed, sent and averaged in."""
+    name, stored = policy.reduce_dtype, plan.torch_dtype
+    return dtype_of(name) if name and stored.is_floating_point else stored
+
+
+def reducing_bytes(plan: BucketPlan, policy: StatePolicy) -> int:
+    """Memory that one reduction of the bucket occupies at most, beside its result.
+
+    What is sent, and room to receive the others' parts. At stage 1, and where one rank is alone, gradients
+    are averaged in place, unless a cast needs room.
+    """
+    dtype = reduce_dtype(plan, policy)
+    in_place = policy.stage is Stage.OPTIMIZER or plan.world_size == 1
+    copies = int(dtype is not plan.torch_dtype) if in_place else 2
+    return copies * plan.padded * dtype.itemsize
 
 
 def reduced_numel(plan: BucketPlan, stage: Stage) -> int:

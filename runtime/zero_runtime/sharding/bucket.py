@@ -12,7 +12,16 @@ import torch.distributed as dist
 from zero_runtime.comm.transports import Group, Transfer
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.ir.placement import Offload
-from zero_runtime.ir.plan import BucketPlan, Slot, Stage, StatePolicy, Tier, dtype_of, reduced_numel
+from zero_runtime.ir.plan import (
+    BucketPlan,
+    Slot,
+    Stage,
+    StatePolicy,
+    Tier,
+    reduce_dtype,
+    reduced_numel,
+    reducing_bytes,
+)
 from zero_runtime.ir.strides import in_memory_order, lies_as
 from zero_runtime.memory import native
 from zero_runtime.memory.buffers import flat_buffer
@@ -414,16 +423,12 @@ class Bucket:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """What gradients are packed, sent and averaged in."""
-        name = self.policy.reduce_dtype
-        stored = self.plan.torch_dtype
-        return dtype_of(name) if name and stored.is_floating_point else stored
+        return reduce_dtype(self.plan, self.policy)
 
     @property
     def reducing_bytes(self) -> int:
         """Memory that one reduction occupies until it is complete."""
-        if self.stage is Stage.OPTIMIZER:
-            return 0
-        return self.plan.reducing_bytes(self.reduce_dtype)
+        return reducing_bytes(self.plan, self.policy)
 
     def forget(self) -> None:
         """A graph has ended: drop what it began to put together for this bucket and did not finish."""
