@@ -11,6 +11,7 @@ import pytest
 os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that compile ahead
 
+import torch
 from torch._inductor import config as inductor
 
 from graphs import fake_world
@@ -22,6 +23,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Tests and files marked ``generated_kernels`` have Inductor's.
     """
+    torch._dynamo.reset()  # what other tests compiled counts towards its limits
     generated = request.node.get_closest_marker("generated_kernels") is not None
     with inductor.patch(fallback_by_default=not generated):
         yield

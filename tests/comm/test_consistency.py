@@ -142,6 +142,7 @@ def _third_rank_differs() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_of_three_ranks_all_learn_that_one_differs() -> None:
     for message in ranks.run(3, _third_rank_differs):
         assert "ranks " in message
@@ -477,6 +478,7 @@ def _in_a_group_of_the_last() -> str:
         return _store_agreement(OUTLINE, StoreAgreement(group))
 
 
+@pytest.mark.slow
 def test_ranks_are_named_as_in_the_whole_job() -> None:
     _, said, _ = ranks.run(3, _in_a_group_of_the_last)
     assert said.startswith("rank 1 has reached a new graph and rank 2 has not, within 1 s.")

@@ -42,6 +42,7 @@ def _on_mesh(shape: tuple[int, ...]) -> tuple[Run, Run, int, int]:
     return plain.bare(), sharded.bare(), held, sum(p.numel() for p in model.parameters()) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2), (2, 2)])
 def test_a_mesh_shards_over_its_last_dimension_and_replicates_over_the_first(
     shape: tuple[int, ...],

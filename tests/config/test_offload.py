@@ -130,6 +130,7 @@ def _everywhere(folder: str) -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_two_ranks_train_alike_wherever_state_lives(tmp_path):
     for losses in ranks.run(2, _everywhere, str(tmp_path)):
         plain = losses["3 none none"]
@@ -274,6 +275,7 @@ def test_eager_code_reads_and_writes_parameters_on_nvme(tmp_path):
 # ------------------------------------------------------------------------------ optimizer.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("nvme", "nvme"), ("nvme", "none"), ("none", "nvme"), ("cpu", "nvme"), ("none", "cpu")],
@@ -493,6 +495,7 @@ def swap_error(caught: BaseException) -> SwapError:
 PAGE = 4096
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_any_write_is_an_error_that_names_what_and_where(tmp_path, monkeypatch):
     plain = Trained(off(tmp_path, "nvme", "nvme")).run(0)
     failed = 0

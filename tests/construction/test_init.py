@@ -48,6 +48,7 @@ def _built(name: str) -> dict[str, Any]:
     return {"whole": _whole(model), "differ": differing(plain, model), "stream": same_stream}
 
 
+@pytest.mark.slow
 @SIZES
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_plain_construction_bit_for_bit(size: int, name: str) -> None:
@@ -79,6 +80,7 @@ def _trained_both_ways(name: str, options: dict[str, Any]) -> list[Any]:
     return [_trained(name, inside, options) for inside in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), [(1, "llama"), (2, "gpt2"), (2, "mixture")])
 def test_training_afterwards_is_the_same_bit_for_bit(size: int, name: str) -> None:
     for plain, built in ranks.run(size, _trained_both_ways, name, {}):
@@ -143,6 +145,7 @@ def _peak(world: int, enabled: bool) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_part_and_about_one_whole_parameter() -> None:
     whole = _peak(8, enabled=False)
     assert whole > 110  # 15 further parameters; the first one's memory is used again
@@ -187,6 +190,7 @@ def _saved_and_loaded(folder: str, kind: str) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_from_pretrained_loads_into_shards(tmp_path: Path, kind: str) -> None:
     for facts in ranks.run(2, _saved_and_loaded, str(tmp_path), kind):

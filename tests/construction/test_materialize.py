@@ -153,6 +153,7 @@ def _loaded(folder: str, form: str, name: str, dtype: torch.dtype) -> dict[str, 
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "name", "dtype"),
     [
@@ -240,6 +241,7 @@ def _trained_both_ways(folder: str, options: dict[str, Any]) -> list[Any]:
     return [_trained(folder, fresh, options) for fresh in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"offload_param": {"device": "nvme"}, "nvme_path": "folder"}],

@@ -88,6 +88,7 @@ def _trained(kind: str, how: str, inside: bool) -> tuple[Run, Run]:
     return plain.bare(), trained.bare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["whole", "Init"])
 @pytest.mark.parametrize("how", ["graph", "graph breaks", "eager"])
 @pytest.mark.parametrize("kind", MODELS)

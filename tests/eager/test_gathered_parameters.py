@@ -140,6 +140,7 @@ def _options(folder: str) -> dict[str, Any]:
     return {"offload_param": {"device": "nvme", "nvme_path": folder}} if folder else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "nvme", "stage"),
     [
@@ -195,6 +196,7 @@ def _lost_on_one() -> dict[str, Any]:
     return {"told": told, "undone": _same(model, plain)}
 
 
+@pytest.mark.slow
 def test_a_change_on_one_rank_without_modifier_rank_is_told_to_all() -> None:
     for facts in ranks.run(3, _lost_on_one):
         assert facts["told"].startswith(

@@ -129,6 +129,7 @@ def _reads(place: str, folder: str, kind: str, stage: int) -> dict[str, bool]:
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "kind", "stage"),
     [(place, kind, 3) for place in PLACES for kind in ("AdamW", "Adamax")]
@@ -179,6 +180,7 @@ def _writes(place: str, folder: str, local: bool, stage: int) -> dict[str, bool]
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "local", "stage"),
     [(place, local, 3) for place in PLACES for local in (False, True)]

@@ -332,6 +332,7 @@ def test_a_name_that_somebody_guessed_is_not_opened(
     assert precious.read_bytes() == b"not ours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_killed_process_leaves_nothing(
     make: Make, request: pytest.FixtureRequest, tmp_path: Path, direct: bool

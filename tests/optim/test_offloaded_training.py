@@ -182,6 +182,7 @@ IMAGES = _rows(8, 8, 32, 32, memory_format=torch.channels_last)
 TOKENS = _rows(8, 64, WIDTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "inputs", "most"),
     [
@@ -306,6 +307,7 @@ def _packed_by_the_user(compiled: Any, x: torch.Tensor, y: torch.Tensor) -> None
     loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("loop", [_retained, _two_forwards, _forgotten])
 def test_gradients_are_right_however_forward_and_backward_follow_each_other(

@@ -85,6 +85,7 @@ def _every_optimizer(names: list[str]) -> dict[str, tuple[Run, Run]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_stock_elementwise_optimizer_trains_as_unsharded(size: int) -> None:
     for results in ranks.run(size, _every_optimizer, list(CASES)):

@@ -127,6 +127,7 @@ def _with_masters(backend: str, options: dict[str, Any], dtype: torch.dtype) -> 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "place", "dtype"),
     [
@@ -265,12 +266,14 @@ def _other_layouts(dtype: torch.dtype, more: dict[str, Any], now: dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_gets_its_elements_out_of_parts_in_another_layout(size: int) -> None:
     for found in ranks.run(size, _other_layouts, torch.float32, {}, {}):
         assert not any(names for _, names in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_masters_and_state_off_the_device_find_their_elements_in_another_layout(
     place: str, tmp_path: Any
@@ -293,6 +296,7 @@ def _going_on(now: dict[str, Any], backend: str) -> list[float]:
     return [float((found[n] - v).abs().max()) for n, v in expected.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("now", ["plain", "zero1", "tiles", "cpu", "nvme", "in backward"])
 def test_a_run_that_evaluates_first_goes_on_in_another_layout(now: str, tmp_path: Any) -> None:
     options = {
@@ -379,6 +383,7 @@ def _from_the_start(options: dict[str, Any], kind: Any) -> list[str]:
     return _differing(job.load(files).train(0, 1).everything(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [None, "cpu", "nvme"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_state_before_the_first_step_can_be_loaded_later(

@@ -6,6 +6,7 @@ from fuzz import fuzz, verdict_of
 from fuzz_programs import Program, Step
 
 
+@pytest.mark.slow
 def test_random_programs_are_right_or_refused() -> None:
     assert fuzz(9, seed=1)["wrong"] == 0
 

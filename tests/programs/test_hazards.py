@@ -220,6 +220,7 @@ def _trained(name: str, **options: Any) -> tuple[Run, Run, list[str]]:
     return plain.bare(), sharded.bare(), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_unsharded_with_all_parameters_partitioned(name: str) -> None:
     with warnings.catch_warnings():
@@ -380,6 +381,7 @@ def _looped(loop: Callable[..., None]) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__.strip("_"))
 def test_a_loop_trains_as_unsharded(loop: Callable[..., None]) -> None:
     for plain, sharded in ranks.run(2, _looped, loop):

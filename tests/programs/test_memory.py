@@ -91,6 +91,7 @@ def _held() -> tuple[int, int, int]:
     return held, sum(p.numel() for p in model.parameters()), padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_gradients_and_state_take_sixteen_bytes_a_parameter_over_the_world(
     size: int,

@@ -207,6 +207,7 @@ def _generate(in_place: bool, ways: Sequence[str]) -> list[tuple[float, float, A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_place", "ways"), [(False, list(_WAYS)), (True, ["greedy", "sampled"])]
 )

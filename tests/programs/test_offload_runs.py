@@ -51,6 +51,7 @@ def test_a_run_killed_in_a_step_leaves_nothing_that_the_next_one_trips_over(tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_folder(tmp_path: Path) -> None:
     first = start(tmp_path, 1 << 30)
     try:
@@ -64,6 +65,7 @@ def test_two_runs_share_a_folder(tmp_path: Path) -> None:
     assert output.splitlines() == [line.strip() for line in losses], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["missing", "file"])
 def test_a_folder_that_is_none_is_an_error_that_says_which(tmp_path: Path, gone: str) -> None:
     folder = tmp_path / gone

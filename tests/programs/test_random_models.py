@@ -146,6 +146,7 @@ def _compared(spec: Spec) -> list[str]:
     return [*wrong, *(f"{n} is not partitioned" for n in whole), *(set(found) - set(expected))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 @settings(
     max_examples=4,

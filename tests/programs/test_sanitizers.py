@@ -28,6 +28,7 @@ def why_not(sanitizer: str, folder: Path) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SANITIZERS)
 def test_the_swap_engine_is_clean(target: str, tmp_path: Path) -> None:
     reason = why_not(SANITIZERS[target], tmp_path)

@@ -151,6 +151,7 @@ def _branching(dynamic: bool) -> tuple[Run, Run, list[str]]:
     return plain.bare(), sharded.bare(), without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_returned_tied_frozen_and_unused_parameters(dynamic: bool) -> None:
     for plain, sharded, whole in ranks.run(2, _branching, dynamic):

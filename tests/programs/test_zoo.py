@@ -11,6 +11,7 @@ import zoo
 FAMILIES = ["gpt2", "bert", "vit", "lstm", "convnet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_of_the_zoo_trains_as_unsharded(name: str) -> None:

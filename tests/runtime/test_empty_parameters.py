@@ -102,6 +102,7 @@ def _train(kind: type[nn.Module], way: str) -> tuple[Run, Run, list[tuple[int, .
 _CASES = [(Sparse, way) for way in WAYS] + [(OnlyEmpty, "zero3"), (OnlyEmpty, "on the host")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), _CASES)
 def test_parameters_of_no_elements_train_as_unsharded(kind: type[nn.Module], way: str) -> None:
     for plain, sharded, gradients in ranks.run(2, _train, kind, way):

@@ -48,6 +48,7 @@ def held() -> tuple[int, int, int]:
     return threads, descriptors, sum(storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "kept"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_that_is_dropped_leaves_nothing(tmp_path: Path, place: str, reset: bool) -> None:

@@ -169,6 +169,7 @@ def _undisturbed(options: dict[str, Any], backend: str) -> dict[str, bool]:
     return {**same, "finer than bfloat16": not rounded}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "place"), [("zero1", None), ("zero3", None), ("zero3", "cpu"), ("zero3", "nvme")]
 )
@@ -242,6 +243,7 @@ def _reduced(name: str | None) -> float:
     return float(model.weight.grad.full_tensor())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "float32", "bfloat16"])
 def test_gradients_are_averaged_in_the_dtype_asked_for(name: str | None) -> None:
     for value in ranks.run(3, _reduced, name):

@@ -57,6 +57,7 @@ def _trained(backend: str) -> tuple[Run, Run]:
     return plain.bare(), sharded.bare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", STAGES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_stage_trains_as_unsharded(backend: str, size: int) -> None:

@@ -98,6 +98,7 @@ def _orders(stage: int, late: bool) -> None:
             raise AssertionError(f"order {order!r}, inside: {inside}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_of_a_users_function_are_averaged(stage: int, late: bool) -> None:

@@ -121,6 +121,7 @@ def _changed_between(stage: int, partitioned: bool, late: int, name: str) -> Non
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "late"),
     [("_nothing", 1), ("_nothing", 2)]
@@ -130,6 +131,7 @@ def test_what_is_done_with_gradients_is_done_with_those_put_off(name: str, late:
     ranks.run(2, _changed_between, 3, False, late, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", ["_nothing", "_zero", "_clip"])
 def test_at_the_other_stages_too(stage: int, name: str) -> None:

@@ -59,6 +59,7 @@ def _all_readings() -> list[tuple[dict[str, float], dict[str, float]]]:
     return [(_readings(p.grad), _readings(q.grad)) for p, q in pairs]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_reductions_are_completed_over_the_ranks(size: int) -> None:
     for readings in ranks.run(size, _all_readings):

@@ -35,6 +35,7 @@ def _train(which: str, options: dict[str, Any]) -> tuple[Run, Run, list[Plan], A
     return plain.bare(), tiled.bare(), zero_compile.plans(tiled.model), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("which", "over"), [("mlp", "rows"), ("mlp", "columns"), ("gpt", "rows")])
 def test_it_trains_as_without_tiles_and_holds_what_was_planned(
@@ -63,6 +64,7 @@ def test_at_most_two_tiles_of_a_weight_are_there_at_once(
     assert report.gathered_peak == report.gathered_planned == 2 * 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_state_off_the_device_is_moved_by_the_tile(

@@ -42,6 +42,7 @@ def _plainly(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_into_shards_trained_and_saved(tmp_path: Path) -> None:
     example.make_checkpoint(tmp_path / "before")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "before").eval()

@@ -58,6 +58,7 @@ def reference(micro_batch: int, scale: float = 2.0**10) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_trains_as_a_loop_without_us_both_ways_in(path: Path, tmp_path: Path) -> None:
     expected = reference(micro_batch=4)

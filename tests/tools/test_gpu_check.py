@@ -68,6 +68,7 @@ def test_an_unknown_check_is_refused_with_the_names_of_all() -> None:
     assert all(check.name in done.stdout for check in CHECKS)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_named_and_the_others_still_run() -> None:
     """Without the C++ extension one check fails; the one after it needs a GPU."""
     done = driver(
