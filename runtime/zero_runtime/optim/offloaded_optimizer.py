@@ -151,7 +151,7 @@ class OffloadedOptimizer:
             part.update(works, unscale)
             return [*bucket.tiered_tensors, *part.wanted()]
 
-        self._streaming(bucket).submit(Task([*bucket.stepped_shelves, *part.wanted()], run))
+        self._streaming(bucket).submit(Task([*bucket.step_reads, *part.wanted()], run))
 
     def _streaming(self, bucket: Bucket) -> Stream:
         if self._stream is None:
