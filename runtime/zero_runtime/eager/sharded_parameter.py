@@ -7,7 +7,7 @@ model stay. The class carries the session, so no attribute is hung on the parame
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class _EagerAccess:
 
 class ShardedParameter(Partitioned):
     """A parameter whose elements are spread over the ranks. Made by :func:`class_for`, never directly."""
+
+    session: ClassVar[Session]
 
     __torch_function__: Any = _EagerAccess()
 
