@@ -24,7 +24,7 @@ from graphs import (
 from zero_compile.analysis.fx_graph import calls
 from zero_compile.analysis.liveness import Liveness, Origin, Storage, keep_for_reuse, seam
 from zero_runtime.ir import ops
-from zero_runtime.ir.plan import Residence, Tier
+from zero_runtime.ir.plan import Residence, StatePolicy, Tier, reducing_bytes
 from zero_runtime.ir.timeline import Category
 
 aten = torch.ops.aten
@@ -213,7 +213,9 @@ def test_a_reduced_gradient_that_is_evicted_is_no_output(residence) -> None:
     reducing = [s.bytes for s in found.storages if s.category is Category.REDUCING]
     buckets = [recording.buckets[b] for b in (2, 1, 0)]
     shards = [b.chunk * 4 if residence else 0 for b in buckets]
-    assert reducing == [b.reducing_bytes() + s for b, s in zip(buckets, shards, strict=True)]
+    assert reducing == [
+        reducing_bytes(b, StatePolicy()) + s for b, s in zip(buckets, shards, strict=True)
+    ]
 
 
 def test_categories_add_up() -> None:
